@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import EnvironmentConfig, Sampling, ValidationConfig
 from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN
 from roundhouse.generation.protocol import Completion
-from roundhouse.replay.branches import branch_one
+from roundhouse.replay.branches import branch, branch_one
 from roundhouse.replay.rollouts import Recording, open_for_replay
+from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.store.run import open_run
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import chains_of, rebuild_prompts, sequences_table
 from roundhouse.trajectories.validation import CollectionLimits, validate
-from tests.gym.playground import rollout_config
+from tests.gym.playground import ScriptedPolicy, calls, rollout_config, says, turns_of
 from tests.replay.recorded import demonstrated
 from tests.replay.test_rescore import kind_of, smallest
+from tests.stages.test_interrupted_collect import GuessingEngine
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
@@ -115,3 +123,51 @@ def test_only_the_new_turns_are_trained_on_whatever_version_made_the_others() ->
         [made, other], ValidationConfig(), vocabulary_size=10**9, policy_version=7, terms=CollectionLimits(10**9, 7)
     )
     assert result.quarantine.num_rows == 0, result.quarantine.to_pylist()
+
+
+@contextmanager
+def engine_of(script: Callable[[list[dict[str, Any]], int], Any]) -> Iterator[GuessingEngine]:
+    """An engine over HTTP that answers by the script."""
+    engine = GuessingEngine()
+    engine.policy = ScriptedPolicy(script)
+    threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+        engine.server_close()
+
+
+LISTING, OWN = "ls -l; ls -l *; pwd", "cat answer.txt"
+
+
+def test_a_stored_rollout_goes_on_in_a_new_sandbox_with_the_files_that_its_commands_left(tmp_path: Path) -> None:
+    """Listings, which policies ask for first, show the owner and the time of files that every sandbox has anew."""
+
+    def script(messages: list[dict[str, Any]], seed: int) -> Any:
+        turn = turns_of(messages)
+        if turn == 1:
+            return calls(("write", {"path": "answer.txt", "content": str(seed)}))
+        commands = {0: LISTING, 2: OWN}
+        return calls(("run", {"command": commands[turn]})) if turn in commands else says("Done.")
+
+    with engine_of(script) as engine:
+        settings = {
+            "run_id": "r",
+            "store": str(tmp_path),
+            "environment": {"kind": "terminal", "problems": 10},
+            "train": {"minibatches": 1},
+        }
+        limits = {"prompts_per_iteration": 1, "group_size": 2, "max_turns": 8, "max_tokens": 100_000}
+        run = open_run(parse_config(settings | {"rollout": limits}))
+        weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
+        stored = read_rollouts(collect_iteration(run, 1, weights, engine.url))
+        branches = [branch(run, 1, [each.rollout_id for each in stored], 1, "b", engine.url, weights, samples=2)]
+        branches += [branch(run, 1, [each.rollout_id for each in stored], 3, "c", engine.url, weights, samples=1)]
+    assert [each.reasons for each in branches] == [{}, {}]
+    written, read = [], []
+    for made in read_rollouts(branches[0].version):
+        written += [item["arguments"] for item in made.items if item.get("name") == "write"]
+        read += [item["output"] for item in made.items if item.get("type") == "function_call_output"][-1:]
+    assert len(set(read)) == len(read) == 4, "each branch has a seed, and a sandbox, of its own"
+    assert all(number in arguments for number, arguments in zip(read, written, strict=True))

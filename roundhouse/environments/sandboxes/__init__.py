@@ -57,7 +57,7 @@ KILLED = (124, 137)
 TREE_BYTES = 4 * 2**20
 """Most bytes of `read_files`, as an archive."""
 FILE_TIME = 1_700_000_000
-"""Of written files, so that a listing looks the same in every rollout."""
+"""Of written files and the directories of the first ones, so that a listing looks the same in every rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ class ExecutedSandbox(ABC):
     def __init__(self, limits: SandboxSection) -> None:
         self.limits = limits
         self._running = asyncio.Lock()
+        self._empty = True
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -150,7 +151,8 @@ class ExecutedSandbox(ABC):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise FilesRefused(f"{name!r} is no path in the working directory")
-        found = await self._one(["tar", "-xf", "-"], archive(files), self.limits.output_bytes)
+        made, self._empty = archive(files, directories=self._empty), False
+        found = await self._one(["tar", "-xf", "-"], made, self.limits.output_bytes)
         if found.status or found.timed_out:
             raise FilesRefused(found.output.decode(errors="replace").strip() or "the files cannot be written")
 
@@ -165,14 +167,24 @@ class ExecutedSandbox(ABC):
             return await self.execute(arguments, stdin, output_bytes)
 
 
-def archive(files: Mapping[str, bytes]) -> bytes:
-    """The files as a tar archive."""
+def archive(files: Mapping[str, bytes], *, directories: bool = False) -> bytes:
+    """The files as a tar archive.
+
+    Args:
+        directories: it holds theirs, too, after them, so that these have `FILE_TIME` as well. Those that a sandbox has already
+            would be given another mode.
+    """
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size, member.mtime, member.mode = len(content), FILE_TIME, 0o644
             tar.addfile(member, io.BytesIO(content))
+        parents = {str(path) for name in files for path in PurePosixPath(name).parents} - {"."}
+        for name in sorted(parents, reverse=True) if directories else ():
+            member = tarfile.TarInfo(name)
+            member.type, member.mtime, member.mode = tarfile.DIRTYPE, FILE_TIME, 0o755
+            tar.addfile(member)
     return made.getvalue()
 
 

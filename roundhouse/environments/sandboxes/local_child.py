@@ -103,6 +103,10 @@ def build_root(disk_bytes: int, user: int, group: int) -> None:
         os.mkdir(root + path)
         options = f"size={disk_bytes},nr_inodes={INODES},mode=700,uid={user},gid={group}"
         mount("none", root + path, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
+    # Users differ between sandboxes; a listing shows this name in all of them
+    for path, owner, other in (("passwd", f"{user}:{group}::{WORK}:/bin/sh", "0:0::/:"), ("group", f"{group}:", "0:")):
+        with open(f"{root}/etc/{path}", "w") as file:
+            file.write(f"root:x:{other}\nsandbox:x:{owner}\n")
     os.chdir(root)
     column = 0 if os.uname().machine == "x86_64" else 1
     checked(libc.syscall(_PIVOT_ROOT[column], b".", b"."), "pivot_root")

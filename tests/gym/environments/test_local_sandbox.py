@@ -73,11 +73,19 @@ REFUSED = {
     "io_uring": "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0",
     "another user": "os.setuid(0)",
     "more processes": "import resource; resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))",
-    "a file of the machine": "open('/etc/passwd')",
+    "a file of the machine": "open('/etc/hosts')",
     "a file among the programs": "open('/usr/x', 'w')",
     "a file at the root": "open('/x', 'w')",
     "a device": "os.mknod('memory', 0o20666, os.makedev(1, 1)); open('memory')",
 }
+
+
+async def test_a_listing_names_the_owner_of_files_alike_in_every_sandbox(sandbox: Sandbox) -> None:
+    await sandbox.write_files({"notes/a": b"x"})
+    listed = (await sandbox.run("ls -l . notes; cat /etc/passwd | cut -d: -f1")).output
+    assert listed.count(" sandbox sandbox ") == 2, listed
+    assert listed.count("Nov 14  2023") == 2, "the date that files are written with"
+    assert listed.splitlines()[-2:] == ["root", "sandbox"], "the users of the machine are not shown"
 
 
 @pytest.mark.parametrize("attempt", REFUSED.values(), ids=REFUSED)
