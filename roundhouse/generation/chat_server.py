@@ -1,10 +1,10 @@
 """The HTTP side of a replica, as a bare ASGI application.
 
 Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
-`x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and carries prompt and
-generation token IDs with log-probabilities in the message. Every failure is a JSON `error` with a stable `code`; 4xx means the
-request cannot be answered, 503 that this replica must not answer now. The metric
-`roundhouse_engine_ready` is 1 exactly when the replica answers with the version that is wanted of it.
+`x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and the replica
+(`x-replica-id`), and carries prompt and generation token IDs with log-probabilities in the message. Every failure is a JSON
+`error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now. The
+metric `roundhouse_engine_ready` is 1 exactly when the replica answers with the version that is wanted of it.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ class ChatServer:
             spans = (
                 [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
             )
+            cached = {} if generated.cached_tokens is None else {"cached_tokens": generated.cached_tokens}
             body = {
                 "id": f"chatcmpl-{uuid.uuid4().hex}",
                 "object": "chat.completion",
@@ -183,11 +184,14 @@ class ChatServer:
                     "prompt_tokens": len(prompt.token_ids),
                     "completion_tokens": drawn,
                     "total_tokens": len(prompt.token_ids) + drawn,
+                    "prompt_tokens_details": cached,
                 },
                 "policy_version": min(version for version, _ in versions),
                 "version_spans": spans,
             }
-            await reply_json(send, 200, body, (b"x-policy-version", str(body["policy_version"]).encode()))
+            version, replica = str(body["policy_version"]), self.policy.replica_id
+            headers = (b"x-policy-version", version.encode()), (b"x-replica-id", replica.encode())
+            await reply_json(send, 200, body, *headers)
 
     def _log_stages(self, request: bytes, prompt: list[int], generated: list[int], message: dict[str, Any]) -> None:
         """What a call was in each of its stages, for a search of where tokens went astray."""

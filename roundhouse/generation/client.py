@@ -4,6 +4,9 @@ Invariant: a call ends within its time limit, with a completion or with a typed 
 never makes an answer up. Nothing here bounds how many calls are in flight: `rollout.concurrency` does. A call is repeated only
 where a replica refused it before it drew a token, because its weights are not whole: another replica may take it. Anything else
 is not repeated here, since only the caller knows whether a repetition is welcome.
+
+The calls of one rollout (`for_rollout`) name it in a header, by which Ray Serve sends them to one replica, whose prefix cache
+holds the conversation so far. Any replica can answer any call, so a lost one costs each of its rollouts a prefill.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -27,6 +32,8 @@ from roundhouse.generation.protocol import (
     EngineRejected,
     EngineTimeout,
     EngineUnreachable,
+    PolicyClient,
+    session_header,
 )
 from roundhouse.retry import Backoff
 
@@ -64,29 +71,39 @@ class HttpPolicyClient:
             await self._session.close()
             self._session = None
 
+    def for_rollout(self, rollout_id: str) -> PolicyClient:
+        """The client for the calls of one rollout; see `ReplicatedPolicy.for_rollout`."""
+        return _RolloutClient(self, session_header(rollout_id))
+
     async def complete(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        sampling: Sampling,
+        seed: int,
+        headers: Mapping[str, str] = {},
     ) -> Completion:
         """Answer a conversation; see `PolicyClient.complete`."""
         body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
+        headers = {**JSON_HEADERS, **headers}
         with ACTIVITY.track("engine", "model call", where=self.url):
-            status, data, latency = await self._timed_post(body)
+            status, data, latency = await self._timed_post(body, headers)
             for attempt in range(1, REFUSED_ATTEMPTS):
                 if status != 503 or b'"policy_unavailable"' not in data:
                     break
                 await asyncio.sleep(REFUSED_PAUSES.pause(attempt))
-                status, data, latency = await self._timed_post(body)
+                status, data, latency = await self._timed_post(body, headers)
         if status != 200:
             raise error_of(status, data, self.url)
         return read_completion(data, latency, self.url)
 
-    async def _timed_post(self, body: bytes) -> tuple[int, bytes, float]:
+    async def _timed_post(self, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes, float]:
         """Status, body, and seconds that it took."""
         if self._session is None:
             raise RuntimeError("HttpPolicyClient is not open: use it in `async with`.")
         started = time.perf_counter()
         try:
-            async with self._session.post(self.url, data=body, headers=JSON_HEADERS) as reply:
+            async with self._session.post(self.url, data=body, headers=headers) as reply:
                 return reply.status, await reply.read(), time.perf_counter() - started
         except TimeoutError as error:
             raise EngineTimeout(
@@ -94,6 +111,17 @@ class HttpPolicyClient:
             ) from error
         except aiohttp.ClientError as error:
             raise EngineUnreachable(f"{self.url} cannot be reached: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _RolloutClient:
+    client: HttpPolicyClient
+    headers: Mapping[str, str]
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
+    ) -> Completion:
+        return await self.client.complete(messages, tools, sampling, seed, self.headers)
 
 
 def request_body(

@@ -18,13 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import quote
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError, RoundhouseError
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+SESSION_HEADER = "X-Session-Id"
+"""Calls with the same value go to one replica, as long as it runs. The name is Ray Serve's default for it."""
+
+
+def session_header(session: str) -> dict[str, str]:
+    """The header of a session's calls, ASCII without white space whatever the session is called. Of a rollout's id the number
+    of the sample stays at the end, by which proxies spread the samples of a group over the replicas."""
+    return {SESSION_HEADER: quote(session)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,20 @@ class PolicyClient(Protocol):
             EngineUnreachable, EngineTimeout, EngineFailed, BadReply: infrastructure failures.
         """
         ...
+
+
+@runtime_checkable
+class ReplicatedPolicy(PolicyClient, Protocol):
+    """A policy of several replicas, each with a prefix cache of its own."""
+
+    def for_rollout(self, rollout_id: str) -> PolicyClient:
+        """The same policy, for the calls of one rollout: they go to one replica as long as it runs, then to another one."""
+        ...
+
+
+def policy_of(rollout_id: str, policy: PolicyClient) -> PolicyClient:
+    """The policy for the calls of one rollout, of whichever kind it is."""
+    return policy.for_rollout(rollout_id) if isinstance(policy, ReplicatedPolicy) else policy
 
 
 class EngineUnreachable(InfraError):
@@ -113,6 +136,8 @@ class Generated:
     """stop or length."""
     versions: list[tuple[int, int]] | None = None
     """(policy version, tokens that it drew), in order; None: the engine does not report it, and held one version throughout."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that its prefix cache held; None: the engine does not report it."""
 
 
 class GenerationAborted(RoundhouseError):

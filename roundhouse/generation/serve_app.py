@@ -161,6 +161,8 @@ APPLICATION = "policy"
 DEPLOYMENT = "policy"
 SERVED_MODEL = "policy"
 IMPORT_PATH = "roundhouse.generation.serve_app:build"
+VIRTUAL_NODES = 1000
+"""Of a replica on the ring that sessions are hashed to. With n of them a replica's share differs by some 1/sqrt(n)."""
 FAILED_NOTE = "This was application "
 """Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
 
@@ -281,9 +283,25 @@ def build(arguments: dict[str, Any]) -> Application:
             "num_gpus": config.gpus_per_replica,
             "runtime_env": {"env_vars": replica_environment(config)},
         },
+        **routing_options(),
         **placement_options(reserved),
     )(serve.ingress()(PolicyReplica))
     return deployment.bind(arguments["generation"], arguments["model_dir"], reserved)
+
+
+def routing_options() -> dict[str, Any]:
+    """Serve's options by which the calls of a session (`SESSION_HEADER`) go to one replica.
+
+    HAProxy hashes the header itself (`infra/service_specs.py`), and Serve refuses a router of the deployment under it.
+    """
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        return {}
+    return {
+        "request_router_config": {
+            "request_router_class": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
+            "request_router_kwargs": {"num_virtual_nodes": VIRTUAL_NODES},
+        }
+    }
 
 
 def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -210,7 +211,7 @@ class VllmEngine:
             final = output
         if final is None:
             raise EnginePoisoned("vLLM ended a request without an answer.")
-        return read_output(final.outputs[0])
+        return replace(read_output(final.outputs[0]), cached_tokens=final.num_cached_tokens)
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False

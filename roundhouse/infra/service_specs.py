@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roundhouse.generation.protocol import SESSION_HEADER
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
 
@@ -249,6 +250,8 @@ def head_environment(
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # The calls of a rollout go to one replica while it is up; calls without the header go to each in turn.
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})",
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),

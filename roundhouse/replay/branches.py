@@ -22,7 +22,7 @@ from roundhouse.config.loading import config_digest, digest_of_tree
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.protocol import Completion, PolicyClient
+from roundhouse.generation.protocol import Completion, PolicyClient, policy_of
 from roundhouse.replay.rollouts import NotRebuilt, Recording, failed_rollout, open_for_replay
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.plan import RolloutSpec
@@ -86,7 +86,7 @@ async def branch_one(
     group = f"{rollout.rollout_id}@{turn}"
     spec = RolloutSpec(group, sample, rollout.task, derive_seed(rollout.seed, "branch", turn, sample))
     try:
-        branch = Branch(rollout, environment, turn, policy)
+        branch = Branch(rollout, environment, turn, policy_of(spec.rollout_id, policy))
         played = await run_rollout(spec, branch, branch, config, sampling, on_policy=False)
         refused = branch.refused(played)
     except NotRebuilt as error:

@@ -44,7 +44,7 @@ from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.environments.base import GymStep, ToolResult, Verdict, invalid_arguments
 from roundhouse.errors import DataError, InfraError
-from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient
+from roundhouse.generation.protocol import TOKEN_FIELDS, PolicyClient, policy_of
 from roundhouse.rollout.conversation import Dialogue
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import (
@@ -153,6 +153,8 @@ async def play_rollout(
             rollout takes another course than its recording, it is played once more from its first call.
     """
 
+    own = policy_of(spec.rollout_id, policy)
+
     async def play(calls: RecordedCalls | None) -> RolloutAttempt:
         rollout = Rollout(
             group_id=spec.group_id,
@@ -164,7 +166,7 @@ async def play_rollout(
             seed=spec.seed,
             started_at=time.time(),
         )
-        asked: PolicyClient = policy if calls is None else ReplayingPolicy(calls, rollout, policy)
+        asked: PolicyClient = own if calls is None else ReplayingPolicy(calls, rollout, own)
         world = environment if calls is None or not calls.replays else ReplayingEnvironment(calls, environment)
         played = RolloutAttempt(rollout, asked, config, sampling, on_policy, policy_version, judges_overflow, policy)
         begun = time.perf_counter()

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -19,8 +20,12 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
+from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.plan import RolloutSpec
 from tests.generation import tiny
 from tests.generation.servers import serve, transformers_server
+from tests.gym.playground import Counter, counter_row, rollout_config
 
 CONFIG = GenerationConfig(request_timeout_seconds=5)
 SAMPLING = Sampling(max_new_tokens=4)
@@ -98,6 +103,28 @@ async def test_an_engine_that_answers_amiss_is_not_one_that_is_not_there(status,
         async with HttpPolicyClient(url, CONFIG) as policy:
             with pytest.raises(error, match=f"answered {status}"):
                 await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+
+
+@pytest.mark.parametrize("rollout", ["task/3", "two words ä\n#2@7/0"])
+async def test_the_calls_of_a_rollout_name_it_and_those_of_a_judge_do_not(rollout):
+    sent: list[dict[bytes, bytes]] = []
+
+    async def refusing(scope, receive, send):
+        sent.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def make():
+        return refusing
+
+    group, _, sample = rollout.rpartition("/")
+    spec = RolloutSpec(group, int(sample), counter_row(), seed=1)
+    with serve(make) as url:
+        async with HttpPolicyClient(url, CONFIG) as policy:
+            await run_rollout(spec, policy, LocalEnvironmentClient(Counter()), rollout_config(), SAMPLING)
+            with pytest.raises(EngineFailed):
+                await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)
+    assert [each.get(b"x-session-id") for each in sent] == [quote(rollout).encode(), None]
 
 
 def test_a_404_of_a_proxy_without_replicas_passes_by_itself_and_ours_does_not():

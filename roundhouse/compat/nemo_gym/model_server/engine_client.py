@@ -16,7 +16,8 @@ engine that answers is in, with nothing held against it.
          ^                                                                 │
          └──────── the time is over, or (but for doubts) it passes a health check
 
-New sessions go to the engine with the fewest calls in flight, among equals to the one with the fewest sessions so far.
+New sessions go to the engine with the fewest calls in flight, among equals to the one with the fewest sessions so far. An
+engine may be several replicas behind a proxy: each call names its session, by which Ray Serve chooses the replica.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from roundhouse.generation.protocol import (
     EngineRejected,
     EngineTimeout,
     EngineUnreachable,
+    session_header,
 )
 from roundhouse.retry import Backoff
 
@@ -98,7 +100,7 @@ class EngineClient:
                             raise self._unreachable(f"All {len(self.choice.engines)} engines are out")
                         await asyncio.sleep(max(self.choice.next_return() - time.monotonic(), 0.001))
                     try:
-                        return engine, await self._ask(engine, "/chat/completions", data)
+                        return engine, await self._ask(engine, "/chat/completions", data, session_header(session))
                     except _Repeatable:
                         tried.append(engine)
         except TimeoutError as error:
@@ -162,14 +164,14 @@ class EngineClient:
             await self._http.close()
         self._http, self._checks = None, []
 
-    async def _ask(self, engine: EngineState, path: str, data: bytes) -> Any:
+    async def _ask(self, engine: EngineState, path: str, data: bytes, session: Mapping[str, str] = {}) -> Any:
         base = engine.url.removesuffix("/v1") if path == "/tokenize" else engine.url
         engine.in_flight += 1
         task = asyncio.current_task()
         assert task is not None
         self._waiting[engine].add(waiting := _QueuedCall(task))
         try:
-            async with self.open().post(base + path, data=data, headers=self._headers) as reply:
+            async with self.open().post(base + path, data=data, headers={**self._headers, **session}) as reply:
                 status, answer = reply.status, await reply.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise self._failed(engine, f"cannot be reached ({type(error).__name__})") from error
