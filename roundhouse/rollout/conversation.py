@@ -13,8 +13,8 @@ whole prompt. Whether a break is allowed is judged later, by validation.
 
 `chain_calls` joins the recorded calls of a foreign agent by their tokens alone. Invariant: a turn's parent is the earlier call
 whose prompt and generation together are the longest prefix of the turn's prompt; a prompt that continues no call is a root of
-its own (a sub-agent, a compacted history). Where the tokens leave open which call the agent continued, the result says so and
-the rollout must not be trained on.
+its own (a sub-agent, a compacted history). Calls with the same prompt are turns of their own, children of the same call. Where
+the tokens leave open which call the agent continued, the result says so and the rollout must not be trained on.
 
     call 0: prompt p0, generates g0               root
     call 1: prompt p0+g0+t, generates g1          parent 0, adds t
@@ -132,7 +132,6 @@ class TurnChain:
 MISSING_TOKENS = "missing_tokens"
 MALFORMED_TOKENS = "malformed_tokens"
 MISSING_VERSION = "missing_policy_version"
-REPEATED_PROMPT = "repeated_prompt"
 EQUAL_PARENTS = "equal_parents"
 
 
@@ -185,9 +184,8 @@ def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None =
     Returns:
         With a reason, the turns are those that could be joined (none where tokens are missing):
         `missing_tokens`, `malformed_tokens`, `missing_policy_version`: a record is incomplete;
-        `repeated_prompt`: two calls have the same prompt (a retry, of which the agent used one answer, or a sampling of
-        several), so that it is unknown which tokens the agent's result rests on;
-        `equal_parents`: two calls end in the same tokens and a later one continues them.
+        `equal_parents`: two calls end in the same tokens, of which they generated different ones, and a later one continues
+        them.
     """
     try:
         read = [_read(call) for call in sorted(calls, key=lambda call: call["call"])]
@@ -222,7 +220,7 @@ def _join(calls: list[_Call]) -> None:
     """Set each call's parent."""
     boundaries = sorted({call.ends for call in calls})
     ending: dict[bytes, int] = {}
-    """The first call that ends in these tokens."""
+    """The newest call that ends in these tokens: where one prompt was given the same answer twice, either is the parent."""
     for place, call in enumerate(calls):
         # Digests of the prompt at each boundary inside it; sets `end_digest` on the way
         running, taken, found = hashlib.blake2b(digest_size=16), 0, []
@@ -241,22 +239,18 @@ def _join(calls: list[_Call]) -> None:
             if (parent := ending.get(digest)) is not None:
                 call.parent = parent
                 break
-        ending.setdefault(call.end_digest, place)
+        ending[call.end_digest] = place
 
 
 def _doubt(calls: Sequence[_Call]) -> tuple[str | None, str]:
     """Why the calls could be joined in another way as well."""
-    by_prompt: dict[bytes, list[Any]] = defaultdict(list)
-    by_end: dict[bytes, list[Any]] = defaultdict(list)
+    by_end: dict[bytes, list[_Call]] = defaultdict(list)
     for call in calls:
-        by_prompt[call.prompt.tobytes()].append(call.number)
-        by_end[call.end_digest].append(call.number)
-    for numbers in by_prompt.values():
-        if len(numbers) > 1:
-            return REPEATED_PROMPT, f"calls {' and '.join(map(str, numbers))} have the same prompt"
-    for call in calls:
-        if call.parent is not None and len(numbers := by_end[calls[call.parent].end_digest]) > 1:
-            return EQUAL_PARENTS, f"call {call.number} continues calls {' and '.join(map(str, numbers))} alike"
+        alike = [] if call.parent is None else by_end[calls[call.parent].end_digest]
+        if len({len(each.prompt) for each in alike}) > 1:
+            numbers = " and ".join(str(each.number) for each in alike)
+            return EQUAL_PARENTS, f"call {call.number} continues calls {numbers} alike"
+        by_end[call.end_digest].append(call)
     return None, ""
 
 

@@ -424,12 +424,13 @@ async def test_records_that_want_a_token_are_read_with_the_configured_one(key: s
 
 async def test_calls_whose_order_is_ambiguous_are_masked_with_the_reason():
     class FakeTwins(RemoteAgentClient):
-        """An agent that called the model twice with the same prompt."""
+        """An agent that continued what two of its calls end in, one of which generated more of it."""
 
         async def captured_calls(self, rollout_name: str) -> dict[str, Any]:
+            made = [([1, 2], [3, 4]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])]
             calls = [
-                {"call": index, **tokens([1, 2], [3 + index]), "policy_version": 4, "finish_reason": "stop"}
-                for index in range(2)
+                {"call": number, **tokens(*each), "policy_version": 4, "finish_reason": "stop"}
+                for number, each in enumerate(made)
             ]
             return {"calls": calls, "complete": True}
 
@@ -438,7 +439,7 @@ async def test_calls_whose_order_is_ambiguous_are_masked_with_the_reason():
             rollout = await run_rollout(spec_of(), NOBODY, client, rollout_config(), SAMPLING, policy_version=4)
             evaluated = await run_rollout(spec_of(), NOBODY, client, rollout_config(), SAMPLING, on_policy=False)
     assert (rollout.status, rollout.reward) == (Status.MASKED, 1.0)
-    assert rollout.failure_code == "token_capture_repeated_prompt"
+    assert rollout.failure_code == "token_capture_equal_parents"
     assert rollout.failure_detail
     assert rollout.metrics["token_capture_masked"] == 1.0
     assert evaluated.status is Status.COMPLETED

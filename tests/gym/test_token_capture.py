@@ -74,8 +74,6 @@ def test_a_later_call_is_never_a_parent():
 @pytest.mark.parametrize(
     ("calls", "reason"),
     [
-        ([call(0, [1], [2]), call(1, [1], [2])], "repeated_prompt"),
-        ([call(0, [1], [2]), call(1, [1], [3]), call(2, [1, 3, 4], [5])], "repeated_prompt"),
         ([call(0, [1], [2, 3]), call(1, [1, 2], [3]), call(2, [1, 2, 3, 4], [5])], "equal_parents"),
         ([call(0, [1], [2]), call(1, [1, 2, 3], [4]) | {"prompt_token_ids": None}], "missing_tokens"),
         ([call(0, [1], [2], generation_log_probs=[])], "malformed_tokens"),
@@ -87,6 +85,30 @@ def test_what_joins_in_more_than_one_way_or_is_incomplete_has_a_reason(calls: li
     chained = chain_calls(calls)
     assert chained.reason == reason
     assert chained.detail
+
+
+def test_answers_to_one_prompt_are_turns_of_their_own_under_the_same_parent():
+    """A best-of, or an opinion asked for twice: the main line continues one of the answers, the others end a sequence each."""
+    chained = chain_calls(
+        [call(0, [1], [2]), call(1, [1, 2, 3], [4]), call(2, [1, 2, 3], [5]), call(3, [1, 2, 3, 5, 6], [7])]
+    )
+    assert chained.reason is None
+    assert [turn.parent for turn in chained.turns] == [None, 0, 0, 2]
+    twice_the_same = chain_calls([call(0, [1], [2]), call(1, [1], [2]), call(2, [1, 2, 3], [4])])
+    assert twice_the_same.reason is None
+    assert [turn.parent for turn in twice_the_same.turns] == [None, None, 1]
+
+
+def test_each_answer_to_one_prompt_is_a_sequence_and_what_they_share_is_trained_once():
+    asked = list(range(1, 13))
+    calls = [call(0, asked, [13]), call(1, [*asked, 13, 14], [15]), call(2, [*asked, 13, 14], [16])]
+    made = rollout()
+    made.turns = chain_calls(calls).turns
+    found = validate([made, rollout(sample=1)], ValidationConfig(), vocabulary_size=100, policy_version=3, terms=BOTH)
+    assert (found.reasons, [each.cause for each in found.forks["g/0"]]) == ({}, ["branch"])
+    rows = [row for row in found.sequences.to_pylist() if row["rollout_id"] == "g/0"]
+    assert [row["token_ids"] for row in rows] == [[*asked, 13, 14, 15], [*asked, 13, 14, 16]]
+    assert [sum(row["loss_mask"]) for row in rows] == [2, 1]
 
 
 def test_an_empty_generation_is_no_turn_and_no_repetition():
@@ -126,9 +148,9 @@ def test_the_turns_rebuild_every_prompt_and_the_parents_are_those_of_plain_compa
         lengths = [len(end) if prompt[: len(end)] == end else 0 for end in ends[:place]]
         parent = chained.turns[place].parent
         assert (0 if parent is None else lengths[parent]) == max(lengths, default=0)
-        ambiguous |= parent is not None and ends.count(ends[parent]) > 1
-    repeated = len({tuple(item["prompt_token_ids"]) for item in calls}) < len(calls)
-    assert (chained.reason is not None) == (repeated or ambiguous)
+        alike = [] if parent is None else [each for each in range(place) if ends[each] == ends[parent]]
+        ambiguous |= len({len(calls[each]["prompt_token_ids"]) for each in alike}) > 1
+    assert (chained.reason is not None) == ambiguous
 
 
 @given(rollouts(), st.randoms())

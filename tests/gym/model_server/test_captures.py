@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from roundhouse.compat.nemo_gym.model_server.answer import AnswerTokens, ModelAnswer
-from roundhouse.compat.nemo_gym.model_server.captures import Captures
+from roundhouse.compat.nemo_gym.model_server.captures import Captures, http_attempt
 from roundhouse.rollout.conversation import chain_calls
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, say
@@ -114,6 +114,73 @@ def test_an_edited_history_and_another_rollouts_history_are_not_continued(served
         assert all("prompt_token_ids" not in message for message in engine.requests[-1]["messages"])
     chat(client, CAPTURING, [user, said, user])
     assert "prompt_token_ids" in engine.requests[-1]["messages"][1]
+
+
+def numbers(client: httpx.Client) -> list[int]:
+    return [item["call"] for item in client.get("/captures/7-0").json()["calls"]]
+
+
+def test_two_requests_with_one_prompt_are_two_calls(served: Served):
+    client = served(FakeEngine())
+    for _ in range(2):
+        chat(client, CAPTURING, [{"role": "user", "content": "x"}])
+    record = client.get("/captures/7-0").json()
+    assert (len(record["calls"]), record["complete"]) == (2, True)
+    assert [turn.parent for turn in chain_calls(record["calls"]).turns] == [None, None]
+
+
+def ask(client: httpx.Client, **headers: str) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return client.post(f"{CAPTURING}/v1/chat/completions", json=body, headers=named)
+
+
+def test_a_request_that_is_repeated_since_its_answer_was_lost_counts_once(served: Served):
+    client = served(FakeEngine())
+    for key in ("a", "a", "b"):
+        ask(client, Idempotency_Key=key)
+    assert numbers(client) == [1, 2]
+    for retry in ("0", "1", "2"):  # as the SDKs of OpenAI and Anthropic count them
+        ask(client, X_Stainless_Retry_Count=retry)
+    assert numbers(client) == [1, 2, 5]
+    assert client.get("/health").json()["captures"]["calls"] == 3
+
+
+def test_a_retry_after_a_failure_leaves_the_other_answers_to_the_prompt_alone(served: Served):
+    faults = iter([None, (500, b"x")])
+    client = served(FakeEngine(fault=lambda body: next(faults, None)))
+    for retry in ("0", "0", "1"):
+        ask(client, X_Stainless_Retry_Count=retry)
+    assert numbers(client) == [0, 2]
+
+
+def test_a_retry_that_could_stand_for_either_of_two_answers_makes_the_record_incomplete(served: Served):
+    client = served(FakeEngine())
+    for retry in ("0", "0", "1"):
+        ask(client, X_Stainless_Retry_Count=retry)
+    assert client.get("/captures/7-0").json()["complete"] is False
+
+
+def test_a_repeated_request_that_is_still_in_flight_leaves_no_record():
+    captures = Captures(max_calls=10, max_bytes=10**6, max_age_seconds=60)
+    attempt = http_attempt({b"idempotency-key": b"a"}, {})
+    first, second = (captures.begin("7-0", attempt) for _ in range(2))
+    captures.record("7-0", second, answer())
+    captures.record("7-0", first, answer())
+    found = captures.read("7-0")
+    assert found is not None
+    assert ([item["call"] for item in found["calls"]], found["complete"]) == ([second], True)
+
+
+def test_a_rollouts_calls_name_it_to_the_engine_which_may_be_several_replicas(served: Served):
+    engine = FakeEngine()
+    client = served(engine)
+    for prefix in (CAPTURING, "/ng-rollout/7-0", "", ""):
+        chat(client, prefix, [{"role": "user", "content": "x"}])
+    first, second, *others = (each[b"x-session-id"] for each in engine.headers)
+    assert first == second == b"7-0"
+    assert len(set(others)) == 1, "a client that keeps its cookie"
+    assert others[0] != first
 
 
 def test_capture_for_all_needs_no_wish_in_the_path(served: Served):

@@ -39,7 +39,7 @@ from roundhouse.compat.nemo_gym.model_server.answer import (
     empty_answer,
     read_answer,
 )
-from roundhouse.compat.nemo_gym.model_server.captures import Captures
+from roundhouse.compat.nemo_gym.model_server.captures import Captures, http_attempt
 from roundhouse.compat.nemo_gym.model_server.engine_call import (
     chat_from_responses,
     ends_in_reasoning_only,
@@ -160,9 +160,10 @@ class ModelServer:
         async def ask(chat: Body) -> ModelAnswer:
             if mark.rollout is None or not (mark.capture or self._config.capture_all):
                 return await self._complete(chat, session, tokens=self._config.return_token_id_information)
+            attempt = http_attempt(dict(scope["headers"]), chat)
             if self._config.capture_continues:
                 chat = with_recorded_tokens(chat, partial(self._captures.recall, mark.rollout))
-            number = self._captures.begin(mark.rollout)
+            number = self._captures.begin(mark.rollout, attempt)
             try:
                 answer = await self._complete(chat, session, tokens=True)
             except BaseException:

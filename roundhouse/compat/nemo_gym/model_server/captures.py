@@ -1,7 +1,8 @@
 """Token IDs of the calls made under a rollout's id, kept in memory for its collector.
 
 Invariant: what is kept is bounded in calls, bytes and age, and a record that lost a call says so for ever (`complete` is
-false): a rollout is trained on with all of its calls or not at all. Whole rollouts go, the longest untouched first.
+false): a rollout is trained on with all of its calls or not at all. Whole rollouts go, the longest untouched first. A call
+whose client says that it repeats another one, since no answer came, takes that one's place, so that no request counts twice.
 
     number = captures.begin("7-0")          an agent calls the model
     captures.record("7-0", number, answer)  it was answered
@@ -10,18 +11,44 @@ false): a rollout is trained on with all of its calls or not at all. Whole rollo
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from roundhouse.compat.nemo_gym.model_server.answer import ModelAnswer
 from roundhouse.generation.protocol import TOKEN_FIELDS
 
 REMEMBERED_LOSSES = 100_000
 """Rollout ids whose loss is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAttempt:
+    """What a request says of its repetitions."""
+
+    name: bytes
+    """The same for attempts that only their clients can tell apart."""
+    repeats: bytes
+    """The name of the attempt in whose place this one came; empty for a first one."""
+
+
+def http_attempt(headers: Mapping[bytes, bytes], body: Any) -> HttpAttempt | None:
+    """What the headers say: `Idempotency-Key`, equal in all attempts at a request, or the number of the retry, as the SDKs of
+    OpenAI and Anthropic send it, of a request with this body. None: nothing, and each request counts."""
+    if key := headers.get(b"idempotency-key"):
+        return HttpAttempt(key, key)
+    retry = headers.get(b"x-stainless-retry-count", b"")
+    if not retry.isdigit():
+        return None
+    digest = hashlib.blake2b(orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    number = int(retry)
+    return HttpAttempt(digest + b"%d" % number, digest + b"%d" % (number - 1) if number else b"")
 
 
 @dataclass(slots=True)
@@ -68,6 +95,10 @@ class _CaptureRecord:
     """When the calls in flight began, in seconds since the epoch."""
     ends: dict[bytes, CapturedCall] = field(default_factory=dict)
     """Calls by the digest of the conversation that their reply ends."""
+    attempts: dict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Calls by what their clients say they are an attempt at; those in whose place another one came are not among them."""
+    superseded: set[int] = field(default_factory=set)
+    """Calls in flight whose answer nobody waits for."""
     next_number: int = 0
     size: int = 0
 
@@ -91,13 +122,41 @@ class Captures:
         self.calls = 0
         self.bytes = 0
 
-    def begin(self, rollout: str) -> int:
-        """A call begins; its number, in order of the beginnings."""
+    def begin(self, rollout: str, attempt: HttpAttempt | None = None) -> int:
+        """A call begins; its number, in order of the beginnings.
+
+        Args:
+            attempt: what its client says of repetitions.
+        """
         self._expire()
+        if attempt is not None:
+            self._supersede(rollout, attempt)
         record = self._touched(rollout)
         number, record.next_number = record.next_number, record.next_number + 1
         record.begun[number] = self._clock()
+        if attempt is not None:
+            record.attempts[attempt.name].append(number)
         return number
+
+    def _supersede(self, rollout: str, attempt: HttpAttempt) -> None:
+        """Take the call out that this attempt repeats: most often one that failed, and so left nothing."""
+        record = self._touched(rollout)
+        earlier = record.attempts.get(attempt.repeats, [])
+        answered = {call.number: call for call in record.calls}
+        if failed := [number for number in earlier if number not in answered and number not in record.begun]:
+            earlier.remove(failed[0])
+        elif len(earlier) > 1:  # samplings of one prompt, and nobody knows which of their answers was lost
+            self._lose(rollout)
+        elif earlier:
+            number = earlier.pop()
+            if (call := answered.get(number)) is None:
+                record.superseded.add(number)
+                return
+            record.calls.remove(call)
+            record.ends = {digest: each for digest, each in record.ends.items() if each is not call}
+            record.size -= call.size
+            self.calls -= 1
+            self.bytes -= call.size
 
     def record(self, rollout: str, number: int, answer: ModelAnswer, digest: bytes = b"") -> None:
         """The call was answered. One that generated nothing, since its prompt did not fit, leaves no record.
@@ -107,6 +166,8 @@ class Captures:
         """
         record = self._touched(rollout)
         started = record.begun.pop(number, None)
+        if number in record.superseded:
+            return
         if started is None:  # the record went, or was fetched and deleted, while the call was in flight
             self._lose(rollout)
             return
