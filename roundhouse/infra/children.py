@@ -1,7 +1,8 @@
 """A group of child processes that live and end together.
 
 Invariant: after `close`, and after this process has ended in any way, SIGKILL included, no process of the group is left,
-however deep it was started: all carry the group's mark in their environment, and a reaper waits for this process's end.
+however deep it was started: all carry the group's mark in their environment or are in the session of one of its children, and a
+reaper waits for this process's end.
 
     children = Children(Path("logs"))
     weather = children.start("weather", ["python", "app.py"], directory, environment)
@@ -56,6 +57,8 @@ class Children:
         self._grace = grace_seconds
         self._mark = f"children-{uuid.uuid4().hex}"
         self._children: dict[str, Child] = {}
+        self._sessions: dict[str, processes.Session] = {}
+        """Of the children of each name, the last one's."""
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "roundhouse.infra.children", self._mark],
             stdin=subprocess.PIPE,
@@ -89,6 +92,10 @@ class Children:
                 start_new_session=True,
             )
         child = self._children[name] = Child(name, process, path)
+        session = self._sessions[name] = processes.Session.of(process.pid)
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{session.leader} {session.born}\n".encode())
+        self._reaper.stdin.flush()
         return child
 
     def ended(self) -> list[Child]:
@@ -97,7 +104,7 @@ class Children:
 
     async def end(self, name: str) -> None:
         """End one and whatever it started; nothing of it is left but its log."""
-        await self._end(f"{self._mark}::{name}")
+        await self._end(name)
         if (child := self._children.pop(name, None)) is not None:
             child.process.poll()
 
@@ -107,8 +114,8 @@ class Children:
         Returns the numbers of processes that the kernel cannot end; mostly none.
         """
         for names in order:
-            await asyncio.gather(*(self._end(f"{self._mark}::{name}") for name in names if name in self._children))
-        left = await self._end(self._mark)
+            await asyncio.gather(*(self._end(name) for name in names if name in self._children))
+        left = await self._end(None)
         for child in self.all:
             child.process.poll()
         self._children.clear()
@@ -117,18 +124,23 @@ class Children:
         await asyncio.to_thread(self._reaper.wait)
         return left
 
-    async def _end(self, mark: str) -> list[int]:
-        return await asyncio.to_thread(processes.end, lambda: processes.carrying(mark), grace_seconds=self._grace)
+    async def _end(self, name: str | None) -> list[int]:
+        mark = self._mark if name is None else f"{self._mark}::{name}"
+        sessions = [session for of, session in self._sessions.items() if name in (None, of)]
+        return await asyncio.to_thread(
+            processes.end, lambda: processes.carrying(mark, sessions), grace_seconds=self._grace
+        )
 
 
 def reap(mark: str) -> None:
     """The reaper, `python -m roundhouse.infra.children <mark>` with a pipe from its parent as stdin: when the pipe closes,
-    however the parent ended, end each process that carries the mark. Ctrl-C does not reach it: its session is its own."""
+    however the parent ended, end each process that carries the mark or is in a session that the pipe told of, a line each.
+    Ctrl-C does not reach it: its session is its own."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    while os.read(sys.stdin.fileno(), 1024):
-        continue
-    processes.end(lambda: processes.carrying(mark), grace_seconds=REAPER_GRACE_SECONDS)
+    told = [line.split() for line in sys.stdin]
+    sessions = [processes.Session(int(leader), float(born)) for leader, born in told]
+    processes.end(lambda: processes.carrying(mark, sessions), grace_seconds=REAPER_GRACE_SECONDS)
 
 
 if __name__ == "__main__":

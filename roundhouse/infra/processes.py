@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from roundhouse.infra.state import ServiceRecord, StateDirectory
-from roundhouse.store.process_identity import birth, boot_id, is_alive
+from roundhouse.infra.state import StateDirectory
+from roundhouse.store.process_identity import birth, boot_id
 
 MARK = "ROUNDHOUSE_SERVICE_OF"
 """Environment variable of every process of a service: `<state directory>::<service>`."""
 KILL_SECONDS = 10.0
 TAIL_BYTES = 20_000
 """Most that is read of a log's end."""
+
+
+class Session(NamedTuple):
+    """A session of processes, which one of ours leads or led."""
+
+    leader: int
+    born: float
+    """When the leader was started, as `birth` has it."""
+
+    @classmethod
+    def of(cls, leader: int) -> Session:
+        """The session of a process that was started just now to lead it, and is still to be waited for."""
+        return cls(leader, birth(leader) or 0.0)
 
 
 def mark(state: StateDirectory, service: str) -> str:
@@ -30,14 +44,11 @@ def mark(state: StateDirectory, service: str) -> str:
 def members(state: StateDirectory, service: str | None = None) -> list[psutil.Process]:
     """Live processes of one service, or of all."""
     running = state.running()
-    # Sessions of recorded services, if no other process can have got their numbers since
     records = [record for name, record in running.services.items() if service in (None, name)]
     sessions = {
-        record.process_group: record
+        record.process_group: record.born
         for record in records
-        if running.boot_id == boot_id()
-        and record.process_group
-        and (is_alive(record.pid, record.born) or not psutil.pid_exists(record.pid))
+        if running.boot_id == boot_id() and record.process_group and _is_still(record.pid, record.born)
     }
     wanted = mark(state, service) if service else f"{state.path}::"
     found = []
@@ -49,13 +60,19 @@ def members(state: StateDirectory, service: str | None = None) -> list[psutil.Pr
     return found
 
 
-def carrying(marked: str) -> list[psutil.Process]:
-    """Live processes with this mark, and with marks that continue it by `::`. The caller itself is none of them."""
+def carrying(marked: str, sessions: Iterable[Session] = ()) -> list[psutil.Process]:
+    """Live processes with this mark or with one that continues it by `::`, and those of the sessions, but not the caller.
+
+    A process that sets its title, as Ray's workers and agents do, overwrites the mark, but stays in its session.
+    """
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    known = {session.leader: session.born for session in sessions if _is_still(*session)}
     return [
         process
         for process in others
-        if _marked(process, marked, exact=True) or _marked(process, f"{marked}::", exact=False)
+        if _marked(process, marked, exact=True)
+        or _marked(process, f"{marked}::", exact=False)
+        or _in_session(process, known)
     ]
 
 
@@ -97,12 +114,17 @@ def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:
     return found == wanted if exact else found.startswith(wanted)
 
 
-def _in_session(process: psutil.Process, sessions: dict[int, ServiceRecord]) -> bool:
+def _is_still(leader: int, born: float) -> bool:
+    """Whether no other process can have got the leader's number since."""
+    return birth(leader) in (None, born)
+
+
+def _in_session(process: psutil.Process, sessions: dict[int, float]) -> bool:
     try:
-        record = sessions.get(os.getsid(process.pid))
-        if record is None or process.status() == psutil.STATUS_ZOMBIE:
+        born = sessions.get(os.getsid(process.pid))
+        if born is None or process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return (birth(process.pid) or 0) >= record.born
+        return (birth(process.pid) or 0) >= born
     except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         return False
 

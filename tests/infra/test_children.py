@@ -17,8 +17,9 @@ from roundhouse.infra.children import Child, Children
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-print(grandchild.pid, flush=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+elsewhere, unmarked = subprocess.Popen(sleep, start_new_session=True), subprocess.Popen(sleep, env={})
+print(elsewhere.pid, unmarked.pid, flush=True)
 time.sleep(600)
 """
 PARENT = """
@@ -44,9 +45,9 @@ def until(holds: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def first_number(log: Path) -> int:
+def numbers(log: Path) -> list[int]:
     until(lambda: log.exists() and log.read_text().endswith("\n"))
-    return int(log.read_text().split()[0])
+    return [int(number) for number in log.read_text().split()]
 
 
 def gone(pids: list[int]) -> bool:
@@ -74,9 +75,9 @@ def test_one_that_ends_is_told_with_its_exit_code_and_the_end_of_its_log(tmp_pat
 def test_close_ends_one_that_ignores_sigterm_and_what_it_started(tmp_path):
     children = Children(tmp_path, grace_seconds=0.5)
     child = python(children, "stubborn", STUBBORN)
-    grandchild = first_number(child.log)
+    grandchildren = numbers(child.log)
     assert asyncio.run(children.close()) == []
-    assert gone([child.process.pid, grandchild])
+    assert gone([child.process.pid, *grandchildren])
 
 
 def test_close_ends_groups_in_the_given_order(tmp_path):
@@ -99,8 +100,8 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    grandchild = first_number(tmp_path / "stubborn.log")
+    grandchildren = numbers(tmp_path / "stubborn.log")
     assert alive(child)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
-    assert gone([child, grandchild])
+    assert gone([child, *grandchildren])

@@ -244,9 +244,7 @@ def _joins_and_ends(started: Started) -> None:
     names = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in ours}
     assert any("gcs_server" in name for name in names.values()), "a cluster of its own"
     assert started.end() == 0
-    assert gone(ours, 120), [
-        name[:30] for pid, name in names.items() if _alive(pid)
-    ]  # Ray's agent looks for its end late
+    assert gone(ours), [name[:30] for pid, name in names.items() if _alive(pid)]
 
 
 def test_nothing_is_left_when_the_command_is_killed(start, tmp_path):
