@@ -1,4 +1,5 @@
-"""A server that somebody else runs as the engine of a run: vLLM's own, and one that returns too little."""
+"""A server that somebody else runs as the engine of a run: vLLM's own, a small one that answers alike, one that returns too
+little."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import model_location
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest, read_table
+from tests.generation.completions_server import completions_server
 from tests.gym.playground import serving
 from tests.training.service.serving import free_port
 
@@ -80,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of vLLM's own server, with a key and its routes for new weights."""
     port = free_port()
     arguments = ["--model", str(model), "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
@@ -118,6 +120,19 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def small_server(model: Path) -> Iterator[str]:
+    with completions_server(model, "served", KEY) as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+def server(request: pytest.FixtureRequest) -> str:
+    """URL of a server that wants a key and takes new weights."""
+    found: str = request.getfixturevalue("vllm_server" if request.param == "vllm" else "small_server")
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -164,10 +179,14 @@ def noisy(model: Path, seed: int, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 async def test_after_a_refit_the_server_computes_with_the_new_weights_the_tied_head_included(
-    server: str, model: Path, tmp_path: Path
+    vllm_server: str, model: Path, tmp_path: Path
 ) -> None:
-    engine, ids = engine_of(model, parse_config(settings(tmp_path, server, weight_update="vllm"))), list(range(3, 35))
+    engine, ids = (
+        engine_of(model, parse_config(settings(tmp_path, vllm_server, weight_update="vllm"))),
+        list(range(3, 35)),
+    )
     assert json.loads((model / "config.json").read_text())["tie_word_embeddings"]
     for version, directory in enumerate((noisy(model, 1, tmp_path / "a"), noisy(model, 2, tmp_path / "b"), model)):
         await engine.load_weights(str(directory), version)
