@@ -50,6 +50,23 @@ SHARED = {
         "flows/test_train_offline",
         "flows/test_work_pool",
     ),
+    "MLflow": ("tracking/test_notebook", "tracking/test_tracker"),
+    "overlapped runs": (
+        "asynchrony/test_finish",
+        "asynchrony/test_mixture_run",
+        "asynchrony/test_modes_in_runs",
+        "asynchrony/test_overlapped_run",
+        "asynchrony/test_shards_in_runs",
+        "asynchrony/test_trainer_generates_run",
+    ),
+    "engines of one nursery": (
+        "generation/test_own_backend",
+        "generation/test_sleep",
+        "generation/test_standalone",
+        "stages/test_refit_transports",
+        "stages/test_turns",
+        "store/test_earlier_store",
+    ),
     "vLLM on Serve": (
         "generation/test_adapter",
         "generation/test_chat",

@@ -21,10 +21,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
+RUN = (
     "flows.train",
     "flows._prefect.delivery",
     "mlflow.tracking",
@@ -39,6 +40,7 @@ _IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "s3fs",
 )
+"""What a run imports, its servers and its trainer included."""
 
 
 class Child:
@@ -70,10 +72,10 @@ class Child:
 class Nursery:
     """The process that forks; it ends with whoever started it."""
 
-    def __init__(self, log: Path, environment: dict[str, str]) -> None:
+    def __init__(self, log: Path, environment: dict[str, str], imports: Sequence[str] = RUN) -> None:
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.nursery"],
+                [sys.executable, "-m", "tests.chaos.nursery", *imports],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -106,7 +108,7 @@ class Nursery:
 
 def main() -> None:
     """Import, then fork on demand: a line of JSON for each order and each answer."""
-    for name in _IMPORTED:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -18,7 +18,7 @@ def test_an_engine_is_ready_with_the_wanted_version_reports_both_and_logs_a_refu
     policies: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = str(policies["first"])
-    with engine_process(ROUNDHOUSE_LOG="json", ROUNDHOUSE_LOG_LEVEL="debug") as url:
+    with engine_process(fresh=True, ROUNDHOUSE_LOG="json", ROUNDHOUSE_LOG_LEVEL="debug") as url:
         assert httpx.get(f"{url}/ready").status_code == 503
         engine = ProcessEngine(url)
         engine.ensure(CONFIG, model, model, 1)

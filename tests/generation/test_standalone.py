@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +22,35 @@ from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import EngineGone, ProcessEngine
+from tests.chaos.nursery import Child, Nursery
 from tests.generation import tiny
 
 CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})
 MODULE = "roundhouse.generation.standalone"
+IMPORTS = (MODULE, "roundhouse.generation.transformers_engine", "transformers.models.qwen3.modeling_qwen3")
+
+
+@functools.cache
+def _nursery() -> tuple[Nursery, Path]:
+    """Of the engines of this process's tests, and their log."""
+    log = Path(tempfile.mkdtemp(prefix="rh-engines-")) / "log"
+    return Nursery(log, dict(os.environ), IMPORTS), log
+
+
+def _start(arguments: list[str], environment: dict[str, str], fresh: bool) -> subprocess.Popen[bytes] | Child:
+    if fresh:
+        return subprocess.Popen([sys.executable, "-m", MODULE, *arguments], env=environment)
+    nursery, log = _nursery()
+    return nursery.start(MODULE, arguments, log, environment)
 
 
 @contextmanager
-def engine_process(**environment: str) -> Iterator[str]:
+def engine_process(*, fresh: bool = False, **environment: str) -> Iterator[str]:
+    """URL of an engine in a process of its own: a new interpreter, or one born with its imports (`tests.chaos.nursery`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", MODULE, "--port", str(port)], env=os.environ | environment)
+    process = _start(["--port", str(port)], os.environ | environment, fresh)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:
         while not _answers(url):
@@ -52,7 +71,7 @@ def _answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ProcessEngine]:
-    with engine_process() as url:
+    with engine_process(fresh=True) as url:
         yield ProcessEngine(url)
 
 

@@ -93,7 +93,7 @@ def by_directory(tmp_path: Path, **generation: Any) -> dict[str, Any]:
 
 
 def test_a_transport_from_outside_refits_a_real_engine_with_the_proof_of_the_others(tmp_path: Path) -> None:
-    with engine_process(PYTHONPATH=":".join(path for path in sys.path if path)) as url:
+    with engine_process(fresh=True, PYTHONPATH=":".join(path for path in sys.path if path)) as url:
         run: Run = open_run(parse_config(by_directory(tmp_path, engine_url=url)))
         checkpoints = [publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})]
         shutil.copytree(tmp_path / "v0", tmp_path / "v1")
