@@ -1,10 +1,11 @@
-"""Cancel while a training step runs as a process of its own: nothing of the run is left."""
+"""Cancel while a training step runs as a process of its own: no process is left, and another flow run continues the run."""
 
 from __future__ import annotations
 
 import psutil
 import pytest
 
+from roundhouse.store.stage import StageKind
 from tests.flows.served import Served, until
 
 pytestmark = pytest.mark.timeout(900)
@@ -23,12 +24,23 @@ def trainers(served: Served) -> list[psutil.Process]:
     return found
 
 
-def test_cancel_ends_a_trainer_that_is_a_process_of_its_own(served: Served) -> None:
-    overrides = ["train.service.kind=process", "iterations=1000", "evaluation.before_training=false"]
-    flow_run = served.start("train", preset="small", run_id="with-trainer", overrides=overrides)
+def test_cancel_ends_a_trainer_that_is_a_process_of_its_own_and_another_flow_run_goes_on_where_it_was(
+    served: Served,
+) -> None:
+    overrides = ["train.service.kind=process", "evaluation.before_training=false"]
+    flow_run = served.start("train", preset="small", run_id="with-trainer", iterations=1000, overrides=overrides)
     until(lambda: bool(trainers(served)), "a trainer's process", lambda: served._evidence(flow_run))
     seen = served.processes()
     served.ask(flow_run, type="CANCELLING")
     until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state", seconds=120)
     until(lambda: not served.processes(), "the end of all processes", seconds=60)
     until(lambda: not [each for each in seen if each.is_running()], "the end of each that was seen", seconds=60)
+
+    run = served.run("with-trainer")
+    begun = max(int(name.split("/")[1]) for name in run.location.tree() if name.startswith("iterations/"))
+    complete = {kind: reference for kind in StageKind if (reference := run.stage(begun, kind).reference()) is not None}
+    assert {StageKind.REFIT, StageKind.COLLECT, StageKind.VALIDATE} <= complete.keys(), "its trainer was at work"
+    again = served.start("train", preset="small", run_id="with-trainer", iterations=begun, overrides=overrides)
+    assert served.wait(again, "COMPLETED", "FAILED", "CRASHED")["state"]["type"] == "COMPLETED"
+    assert {kind: run.stage(begun, kind).reference() for kind in complete} == complete, "nothing is done again"
+    assert run.latest_checkpoint().policy_version == begun

@@ -19,7 +19,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest
 from tests.flows.served import Served, until
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 RUN = "story"
 LONG = 400

@@ -21,7 +21,7 @@ from roundhouse.store.stage import read_manifest
 from tests.flows.served import Served
 from tests.stages.test_checkpoint import trained
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
