@@ -24,7 +24,7 @@ from tests.asynchrony.place import SECONDS, Place
 from tests.gym.nemo.test_owned import TWO_AGENTS
 from tests.gym.test_rubric import JudgeEndpoint
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ALL = {"gym", "own", "team"}
 

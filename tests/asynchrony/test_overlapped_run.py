@@ -98,6 +98,7 @@ def test_prefect_shows_collect_of_the_next_iteration_beside_a_step(killed_and_re
     assert step[0] < collect[1], "and ended after the step had begun"
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_the_overlap_ends_both_lanes(place: Place) -> None:
     """Nothing hangs: the generation lane's error is the run's."""
     engine = place.start_engine("engine-2", 0.3)

@@ -15,7 +15,7 @@ from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import SECONDS, Place
 from tests.chaos.strikes import Strike
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
