@@ -273,6 +273,7 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
     require_agreement(again, "float32", {"digest": found[0].digest, "probe": found[0].probe})
 
 
+@pytest.mark.long
 def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, policies, refit):
     before = refit("second", 70)
     os.kill(before[0].pid, signal.SIGKILL)

@@ -43,13 +43,13 @@ BATCH_BYTES = 100_000
 """The tiny models have half a megabyte: several batches."""
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 """The first test of the module waits for vLLM to start."""
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ProcessEngine]:
-    with engine_process(**environment(CONFIG)) as url:
+    with engine_process(fresh=True, **environment(CONFIG)) as url:
         yield ProcessEngine(url)
 
 

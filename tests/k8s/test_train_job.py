@@ -76,6 +76,7 @@ def test_a_job_a_step_writes_what_a_resident_trainer_writes_and_its_retry_finds_
     assert len(stand.kubelet.pods) == 1, "the flow died before its commit: the finished Job is found"
 
 
+@pytest.mark.long
 def test_with_a_cache_claim_a_step_does_not_fetch_what_the_one_before_it_wrote(
     fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,7 @@ def test_shards_work_on_a_bucket(s3_server: str, engine: GuessingEngine) -> None
     assert verify(f"s3://{name}/store").problems == []
 
 
+@pytest.mark.long
 def test_shards_on_a_ray_cluster_collect_what_processes_collect(
     ray_cluster: None, tmp_path: Path, engine: GuessingEngine
 ) -> None:

@@ -207,7 +207,7 @@ def test_the_engine_starts_with_the_tokenizer_that_the_policy_will_have(tmp_path
     assert engine_files(run) == before, "the same directory, checked against the committed policy"
 
 
-@pytest.mark.parametrize("launcher", ["subprocess", "ray"])
+@pytest.mark.parametrize("launcher", ["subprocess", pytest.param("ray", marks=pytest.mark.long)])
 def test_a_process_a_step_writes_what_a_resident_trainer_writes(
     request: pytest.FixtureRequest, resident_digests: dict[str, str], tmp_path: Path, launcher: str
 ) -> None:
