@@ -24,7 +24,7 @@ from roundhouse.store.run import load_run
 from tests.chaos.stand import Stand, stand
 from tests.security.test_no_pickle import pickles
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
