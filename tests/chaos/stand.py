@@ -254,7 +254,7 @@ def _settings(
 def _starting_policy() -> tempfile.TemporaryDirectory[str]:
     """A policy that calls its tool, made once a process: the stands of a suite begin with the same one."""
     made = tempfile.TemporaryDirectory(prefix="rh-policy-")
-    make_starting_policy(WarmStartPolicy(steps=250), load(CalculatorEnvironment()), 0, Path(made.name) / "policy")
+    make_starting_policy(WarmStartPolicy(steps=100), load(CalculatorEnvironment()), 0, Path(made.name) / "policy")
     return made
 
 
