@@ -7,6 +7,7 @@ when its name is its own. The fine one is a table, shown_by.txt: of each key a t
 from __future__ import annotations
 
 import ast
+import functools
 import typing
 from pathlib import Path
 from typing import Any
@@ -162,20 +163,23 @@ NOT_IN_TASKS = {
 """How many processes run answers, when an episode ends, and where commands run."""
 
 
+def made_small(section: type[BaseModel], **keys: Any) -> Any:
+    """The environment of a section, with few problems."""
+    [kind] = typing.get_args(section.model_fields["kind"].annotation)
+    few = {key: value for key, value in FEW.items() if key in section.model_fields}
+    return made(kind, **few | keys)
+
+
+@functools.cache
 def tasks(section: type[BaseModel], **keys: Any) -> list[list[Any]]:
     """Both splits of the environment."""
-    kind = section.model_fields["kind"].annotation
-    few = {key: value for key, value in FEW.items() if key in section.model_fields}
-    tree = {"kind": typing.get_args(kind)[0], **few, **keys}
-    environment = load_any(parse_config({"run_id": "r", "environment": tree}).environment)
+    environment = made_small(section, **keys)
     return [list(environment.tasks(split)) for split in ("train", "heldout")]
 
 
 @pytest.mark.parametrize("section", BUILT_IN, ids=lambda section: section.__name__)
 def test_a_built_in_environment_is_made_by_its_kind(section: type[BaseModel]) -> None:
-    [kind] = typing.get_args(section.model_fields["kind"].annotation)
-    environment = load_any(parse_config({"run_id": "r", "environment": {"kind": kind}}).environment)
-    assert type(environment).__name__ + "Environment" == section.__name__
+    assert type(made_small(section)).__name__ + "Environment" == section.__name__
 
 
 @pytest.mark.parametrize(
