@@ -180,9 +180,8 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
             evaluating = kind.startswith(StageKind.EVALUATE) or kind == StageKind.PROMOTE
             if evaluating and kind != StageKind.PROMOTE:
                 _add(tokens, {"evaluated": _generated(run.location, k, kind)})
-            if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
-                if repeated := manifest.metrics.get("rollout/repeated_tokens"):
-                    _add(tokens, {"repeated": repeated})
+            if repeated := manifest.metrics.get("rollout/repeated_tokens"):
+                _add(tokens, {"repeated": repeated})
             if kind == StageKind.COLLECT:
                 whole = sum(own.values())
                 _add(
