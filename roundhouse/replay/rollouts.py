@@ -241,7 +241,7 @@ class Recording:
         return self._stored.finish_reason == "max_tokens" and not _is_reply(self._stored.items[-1])
 
     def limits(self, seconds: float) -> RolloutConfig:
-        """The limits under which this recording ends where it ended, whatever the run's were."""
+        """The limits under which this recording ends where it ended, whatever the run's were. The row has its system prompt."""
         turns, most = self._stored.turns, UNLIMITED
         if turns and self._stored.finish_reason == "max_tokens" and not self._overflowed:
             used = len(self._prompts[-1]) + len(turns[-1].generation_token_ids)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -241,6 +242,17 @@ def test_a_batch_is_held_against_the_room_in_the_engines_cache() -> None:
     rest = finding(kv_cache_gib=needed)
     assert rest.detail.startswith("128 rollouts an iteration, 64 in flight, room for")
     assert "rollout.concurrency to" in rest.remedy or rest.status == "ok"
+
+
+def test_the_room_of_a_mixture_is_counted_for_its_longest_rollouts() -> None:
+    parts = {"environments": {name: {"kind": "sort"} for name in ("near", "far")}}
+    tree = {"run_id": "r", "environment": {"kind": "mixture"} | parts, "generation": {"kv_cache_gib": 0.01}}
+
+    def room(**rollout: Any) -> int:
+        (found,) = machine.batch(parse_config(tree | {"rollout": {"max_tokens": 100} | rollout}))
+        return int(found.detail.split("room for ")[1].split()[0])
+
+    assert room(environments={"far": {"max_tokens": 400}}) == room(max_tokens=400) < room()
 
 
 def test_a_server_far_from_here_is_told_and_one_beside_is_well(monkeypatch: pytest.MonkeyPatch) -> None:

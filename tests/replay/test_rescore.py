@@ -65,6 +65,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Rollou
 MUTATED = 'environment={"kind": "custom", "target": "tests.replay.judges:%s"}'
 
 
+def test_rollouts_with_the_runs_system_prompt_are_rebuilt_with_it() -> None:
+    """It is no key of the environment: it stands in the row on record."""
+    environment = CONFIG.validate_python({"kind": "calculator"})
+    rollouts = demonstrated(environment, tasks=1, size=2, system_prompt="Be brief.")
+    judged = judge_all(rollouts, environment)
+    assert outcomes(judged) == {("equal", "")}
+    for each in (*rollouts, *(each.after for each in judged if each.after is not None)):
+        assert each.task["responses_create_params"]["instructions"] == "Be brief."
+
+
 def test_an_unchanged_verifier_gives_a_dataset_with_the_same_rows(recorded: tuple[Run, list[Rollout]]) -> None:
     run, rollouts = recorded
     diff = rescore(run.config.store, run.run_id, "same")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
+from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
@@ -270,7 +271,9 @@ def batch(config: RunConfig) -> list[Finding]:
         return [ok("batch", said)]
     from roundhouse.generation.transformers_engine import key_value_bytes
 
-    rollout_gib = key_value_bytes(shape, generation.dtype) * min(rollout.max_tokens, generation.max_model_len) / 2**30
+    names = config.environment.environments if isinstance(config.environment, MixtureEnvironment) else [""]
+    longest = max(rollout.of_environment(name).max_tokens for name in names)
+    rollout_gib = key_value_bytes(shape, generation.dtype) * min(longest, generation.max_model_len) / 2**30
     room = int(generation.kv_cache_gib / rollout_gib) * generation.replicas
     said += f", room for {room} (generation.kv_cache_gib, replicas)"
     if flying > room:
