@@ -241,8 +241,7 @@ def held_digests(model: PreTrainedModel) -> dict[str, str]:
     """What `tensor_digests` would say of the files that `save_model` would write now, by one process."""
     alone = Ranks()
     every = _under_published_names(model, merged(model), alone).items()
-    wholes = ((name, saved.whole(alone, 0)) for name, saved in every)
-    return dict(torch_digest(name, whole) for name, whole in wholes if whole is not None)
+    return dict(torch_digest(name, whole) for name, saved in every for whole in saved.pieces(alone, 0))
 
 
 def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks: Ranks) -> SavedTensors:
@@ -266,10 +265,10 @@ def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks:
         ):
             published |= rows
         else:
-            whole = weights[name].whole(ranks, 0)
-            together[name] = tensor if whole is None else whole.cpu()
+            pieces = [piece.cpu() for piece in weights[name].pieces(ranks, 0)]
+            together[name] = torch.cat(pieces) if pieces else tensor
     for name, tensor in revert_weight_conversion(model, together).items():
-        published[name] = SavedTensor(tensor.shape, tensor.dtype, SavedTensor.of(tensor).whole, on_leader=True)
+        published[name] = SavedTensor(tensor.shape, tensor.dtype, SavedTensor.of(tensor).pieces, on_leader=True)
     return published
 
 
@@ -283,7 +282,7 @@ def _rows(model: PreTrainedModel, name: str) -> SavedTensors:
         def taken(one: torch.Tensor) -> torch.Tensor:
             return revert_weight_conversion(model, {name: one})[part]
 
-        return SavedTensor(
+        return SavedTensor.by_whole(
             described.shape, described.dtype, lambda ranks, owner: sent_row(parameter, row, ranks, owner, taken)
         )
 

@@ -371,7 +371,7 @@ def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
             return None
         return weight + layer.scaling[_NAME] * (high @ low)
 
-    return SavedTensor(frozen.shape, frozen.dtype, whole)
+    return SavedTensor.by_whole(frozen.shape, frozen.dtype, whole)
 
 
 def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:

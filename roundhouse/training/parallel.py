@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -241,37 +241,76 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole is None else whole()
 
 
-def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
-    """A tensor whole on one rank, None on the others; collective where it is spread over them.
+PIECE_BYTES = 16 * 2**20
+"""Of a tensor on its way from the rank that has it: large enough for the network, small beside a rank's part of a model."""
 
-    Where FSDP2 alone spreads it by rows, each rank of the owner's replica sends its rows to the owner, which holds nothing of
-    the tensor but the whole. Of a matrix that tensor parallelism splits too, every rank has the whole for a moment.
+
+def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch.Tensor]:
+    """The rows of a tensor in their order, in pieces, on one rank; nothing on the others, which send theirs. Collective where
+    the tensor is spread over ranks: each of them exhausts the iterator.
+
+    Where FSDP2 alone spreads it by rows, the ranks of the owner's replica send pieces of at most PIECE_BYTES, or of one row,
+    and none holds more of the tensor than its own rows and a piece. Of a matrix that tensor parallelism splits too, every rank
+    has the whole for a moment; this, and a tensor that is not spread, is one piece.
 
     Raises:
         InfraError: a rank is lost.
     """
     owns, mine = ranks.rank == owner, tensor.detach()
     if not hasattr(mine, "to_local"):  # a DTensor, whose import costs a second that one process need not pay
-        return mine if owns else None
+        if owns:
+            yield mine
+        return
     if (mesh := _row_mesh(mine)) is None:
-        gathered = full(mine)
-        return gathered if owns else None
+        whole = full(mine)
+        if owns:
+            yield whole
+        return
     import torch.distributed as distributed
 
-    group = mesh.get_group()
-    if owner not in distributed.get_process_group_ranks(group):
-        return None
-    local, rows = mine.to_local(), -(-tensor.shape[0] // mesh.size())
-    if len(local) < rows:  # of the last ranks; all send equally much
-        local = torch.cat([local, local.new_empty(rows - len(local), *tensor.shape[1:])])
-    whole = local.new_empty(mesh.size() * rows, *tensor.shape[1:]) if owns else None
+    members = distributed.get_process_group_ranks(mesh.get_group())
+    if owner not in members:
+        return
+    local, rows = mine.to_local(), -(-len(tensor) // mesh.size())
+    step = max(1, PIECE_BYTES // (max(1, tensor.shape[1:].numel()) * tensor.element_size()))
+    for place, holder in enumerate(members):
+        if not owns and holder != ranks.rank:
+            continue
+        count = max(0, min(rows, len(tensor) - place * rows))
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            piece = local[begin:end] if holder == ranks.rank else local.new_empty(end - begin, *tensor.shape[1:])
+            _passed_on(piece.contiguous(), ranks, holder, owner)
+            if owns:
+                yield piece
+
+
+def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
+    """A tensor whole on one rank, None on the others; collective where it is spread over them.
+
+    Raises:
+        InfraError: a rank is lost.
+    """
+    whole, begin = None, 0
+    for piece in row_pieces(tensor, ranks, owner):
+        if piece.shape == tensor.shape:
+            return piece
+        whole = piece.new_empty(tensor.shape) if whole is None else whole
+        whole[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return whole
+
+
+def _passed_on(tensor: torch.Tensor, ranks: Ranks, holder: int, owner: int) -> None:
+    """Fill the owner's tensor with the holder's."""
+    import torch.distributed as distributed
+
+    if holder == owner:
+        return
     try:
-        distributed.gather(
-            local.contiguous(), None if whole is None else list(whole.split(rows)), dst=owner, group=group
-        )
+        distributed.send(tensor, owner) if ranks.rank == holder else distributed.recv(tensor, holder)
     except RuntimeError as error:
         raise InfraError(f"Rank {ranks.rank} of {ranks.size} lost its peers: {error}. Start the job again.") from error
-    return None if whole is None else whole[: tensor.shape[0]]
 
 
 def sent_row(
@@ -289,8 +328,6 @@ def sent_row(
     mine: Any = tensor.detach()
     if not hasattr(mine, "to_local"):
         return change(mine[row : row + 1]) if ranks.rank == owner else None
-    import torch.distributed as distributed
-
     holder, index = divmod(row, -(-len(mine) // ranks.shards))
     holder += owner - owner % ranks.shards
     if ranks.rank not in (holder, owner):
@@ -298,13 +335,7 @@ def sent_row(
     held = ranks.rank == holder
     local = mine.to_local()
     one = change(local[index : index + 1] if held else local.new_empty(1, *local.shape[1:])).contiguous()
-    if holder != owner:
-        try:
-            distributed.send(one, owner) if held else distributed.recv(one, holder)
-        except RuntimeError as error:
-            raise InfraError(
-                f"Rank {ranks.rank} of {ranks.size} lost its peers: {error}. Start the job again."
-            ) from error
+    _passed_on(one, ranks, holder, owner)
     return one if ranks.rank == owner else None
 
 

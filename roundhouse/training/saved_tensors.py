@@ -1,8 +1,9 @@
 """Tensors of a model or an optimizer on their way into a checkpoint, and out of it, one at a time.
 
-Invariant: every file is written by one rank, which is sent the tensors of its files whole, one at a time, and writes one while
-the next is on its way; no rank holds more than three tensors in addition to its own part. All ranks go through the tensors in
-the same order, and none returns before all files are whole, or raises without all raising.
+Invariant: every file is written by one rank, which is sent the tensors of its files piece by piece, from the ranks that have
+the rows, and writes one piece while the next is on its way; no rank holds more than three pieces in addition to its own part
+(`parallel.row_pieces`; whole tensors of experts, adapted layers, and what tensor parallelism splits). All ranks go through the
+tensors in the same order, and none returns before all files are whole, or raises without all raising.
 
     rank 0   model-00001-of-00002.safetensors   index, digests.json, side files
     rank 1   model-00002-of-00002.safetensors
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,7 +26,7 @@ import torch
 from safetensors import safe_open
 
 from roundhouse.errors import InfraError
-from roundhouse.training.parallel import Ranks, gathered
+from roundhouse.training.parallel import Ranks, row_pieces
 from roundhouse.weight_sync.tensor_files import (
     INDEX,
     SHARD_BYTES,
@@ -48,14 +49,26 @@ class SavedTensor:
     shape: torch.Size
     """Of the whole."""
     dtype: torch.dtype
-    whole: Callable[[Ranks, int], torch.Tensor | None]
-    """Gathers it on the rank of this number; None on the others. All take part."""
+    pieces: Callable[[Ranks, int], Iterable[torch.Tensor]]
+    """Its rows in order, on the rank of this number; nothing on the others. All take part."""
     on_leader: bool = False
     """Whether the leading rank alone has it, whole."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        return cls(tensor.shape, tensor.dtype, lambda ranks, owner: gathered(tensor, ranks, owner))
+        return cls(tensor.shape, tensor.dtype, lambda ranks, owner: row_pieces(tensor, ranks, owner))
+
+    @classmethod
+    def by_whole(
+        cls, shape: torch.Size, dtype: torch.dtype, whole: Callable[[Ranks, int], torch.Tensor | None]
+    ) -> SavedTensor:
+        """One that `whole` makes in one piece, on the rank of a number; None on the others."""
+
+        def pieces(ranks: Ranks, owner: int) -> Iterator[torch.Tensor]:
+            if (made := whole(ranks, owner)) is not None:
+                yield made
+
+        return cls(shape, dtype, pieces)
 
 
 SavedTensors = dict[str, SavedTensor]
@@ -81,9 +94,9 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
         try:
             for turn in zip_longest(*by_owner):
                 for owner, name in enumerate(turn):
-                    if name is not None and (whole := tensors[name].whole(ranks, owner)) is not None:
-                        thread.put(name, whole.cpu())
-                    whole = None  # not two of them while the next is gathered
+                    if name is not None:
+                        for piece in tensors[name].pieces(ranks, owner):
+                            thread.put(name, piece.cpu())
         finally:
             thread.end()
     files, digests = thread.writer.found()
@@ -138,7 +151,7 @@ def _planned(headers: list[TensorHeader], writers: int) -> list[list[TensorHeade
 
 
 class _WriterThread:
-    """Writes files while their tensors come; after an error it takes the rest and drops them."""
+    """Writes files while the pieces of their tensors come; after an error it takes the rest and drops them."""
 
     def __init__(self, writer: TensorWriter, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
         self.writer = writer
@@ -161,7 +174,7 @@ class _WriterThread:
             if files:
                 directory.mkdir(parents=True, exist_ok=True)
             for name, headers in files.items():
-                self.writer.write(name, headers, (one for _, one in zip(headers, came, strict=False)))
+                self.writer.write(name, headers, came)
         except BaseException as error:  # noqa: BLE001 - raised by `save_tensors`, when all ranks know
             self.error = error
         for _ in came:

@@ -5,8 +5,9 @@ be walked through tensor by tensor. Two sets of files have one digest exactly wh
 dtypes, shapes and bytes (as far as SHA-256 can say); how the tensors are spread over files, and what metadata the files carry,
 does not matter.
 
-Writing. One tensor is in memory at a time, whatever the size of the model; while a byte is written it is hashed as part of its
-file and, of weights, as part of its tensor, each in a thread of its own, and nothing is read back. The bytes are those of
+Writing. One tensor is in memory at a time, or a piece of one, whatever the size of the model; while a byte is written it is
+hashed as part of its file and, of weights, as part of its tensor, each in a thread of its own, and nothing is read back. The
+bytes are those of
 `safetensors.torch.save_file`. `digests.json` holds what was found of the files (`store.directories.FileDigests`), for the
 upload and the next load.
 
@@ -20,7 +21,6 @@ The format: 8 bytes with the header's length, the header (JSON: name -> dtype, s
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import shutil
@@ -306,6 +306,7 @@ class TensorWriter:
 
         Args:
             headers: in the order of the tensors.
+            tensors: each whole, or in pieces: its rows in order, under its name. What follows the last one is not taken.
         """
         import torch
 
@@ -326,19 +327,16 @@ class TensorWriter:
                 size += len(data)
 
             put(_header_bytes(headers), whole)
-            for header, (came, tensor) in zip(headers, tensors, strict=True):
-                if header_of(came, tensor) != header:
-                    raise ValueError(f"{came} came where {header} was announced.")
-                flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                data = memoryview(flat.numpy())  # type: ignore[arg-type]
+            source = iter(tensors)
+            for header in headers:
+                own = hashlib.sha256()
+                digests = (whole, own) if self._weights else (whole,)
+                for piece in _pieces(header, source):
+                    flat = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    put(memoryview(flat.numpy()), *digests)  # type: ignore[arg-type]
                 if self._weights:
-                    own = hashlib.sha256()
-                    put(data, whole, own)
-                    self._tensors[came] = tensor_digest(
-                        SAFETENSORS_NAMES[_dtype(header)], header.shape, own.hexdigest()
-                    )
-                else:
-                    put(data, whole)
+                    digest = tensor_digest(SAFETENSORS_NAMES[_dtype(header)], header.shape, own.hexdigest())
+                    self._tensors[header.name] = digest
         stamp = disk.settle(path, sync=False)
         self._files[name] = FileEntry(path=name, size=size, sha256=whole.hexdigest(), stamp=stamp)
 
@@ -351,7 +349,7 @@ class TensorWriter:
             planned: of `shards`; the tensors come in this order.
         """
         for name, headers in zip(file_names(stem, len(planned)), planned, strict=True):
-            self.write(name, headers, itertools.islice(tensors, len(headers)))
+            self.write(name, headers, tensors)
         write_index(self._directory, stem, planned)
 
     def found(self) -> tuple[dict[str, FileEntry], dict[str, str]]:
@@ -367,6 +365,24 @@ class TensorWriter:
         """Leave what was found of the files."""
         digest = digest_of_tensors(self._tensors) if self._weights else None
         FileDigests(files=self._files, weights_digest=digest).leave(self._directory)
+
+
+def _pieces(header: TensorHeader, source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """The next pieces, up to the tensor's last row.
+
+    Raises:
+        ValueError: they are not the announced tensor's.
+    """
+    rows, row = header.shape[:1] or (1,), header.shape[1:]
+    left = rows[0]
+    for came, piece in source:
+        left -= (tuple(piece.shape[:1]) or (1,))[0]
+        if (came, piece.dtype, tuple(piece.shape[1:])) != (header.name, header.dtype, row) or left < 0:
+            raise ValueError(f"{came} came where {header} was announced.")
+        yield piece
+        if left == 0:
+            return
+    raise ValueError(f"The tensors ended where {header} was announced.")
 
 
 def file_names(stem: str, count: int) -> list[str]:

@@ -18,6 +18,7 @@ from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.training import parallel
 from roundhouse.training.parallel import Ranks, join, leave
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import Role
@@ -72,6 +73,7 @@ def _listening(process: psutil.Process) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    parallel.PIECE_BYTES = 1000  # tensors of tiny models travel in several pieces
     spec = Path(sys.argv[1])
     ranks = join("cpu")
     found = {case["name"]: train(case, spec.parent, ranks) for case in json.loads(spec.read_text())}

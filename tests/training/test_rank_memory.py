@@ -50,7 +50,7 @@ def test_a_rank_holds_the_tensors_of_its_own_files_alone(tmp_path: Path, monkeyp
             asked.append((name, owner))
             return torch.zeros(1024, 1024) if ranks.rank == owner else None
 
-        return SavedTensor(torch.Size((1024, 1024)), torch.float32, whole)
+        return SavedTensor.by_whole(torch.Size((1024, 1024)), torch.float32, whole)
 
     tensors = {name: announced(name) for name in "abcd"}
     for rank in (0, 1):
@@ -74,12 +74,18 @@ def test_what_a_rank_cannot_write_is_raised_when_all_know(tmp_path: Path, monkey
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("experts", [0, 16], ids=["dense", "experts"])
-def test_of_weights_in_bfloat16_no_rank_takes_much_more_than_its_part(tmp_path: Path, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "vocabulary"), [(0, 512), (16, 512), (0, 196_608)], ids=["dense", "experts", "one large tensor"]
+)
+def test_of_weights_in_bfloat16_no_rank_takes_much_more_than_its_part(
+    tmp_path: Path, experts: int, vocabulary: int
+) -> None:
     """Of four: each holds a quarter in float32, and a process that converted or fused everything would take four times that."""
     wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 5 if experts else 8, "intermediate_size": 4096}
     wide |= {"moe_intermediate_size": 512} if experts else {}
-    model = make_model(tmp_path / "model", vocabulary=512, dtype=torch.bfloat16, experts=experts, **wide)
+    if vocabulary > 512:
+        wide = {"hidden_size": 512, "num_hidden_layers": 1}
+    model = make_model(tmp_path / "model", vocabulary=vocabulary, dtype=torch.bfloat16, experts=experts, **wide)
     part = sum(len(tensor.data) for file in weight_files(model) for tensor in TensorFile(file).tensors()) * 2 / 4 / MIB
     assert part > 90
     service = ranks_of(processes=4)

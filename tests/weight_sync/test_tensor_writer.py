@@ -63,6 +63,27 @@ def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path) -> None:
     assert one.read_bytes() == (tmp_path / "two").read_bytes()
 
 
+def test_pieces_of_rows_make_the_file_of_the_whole_tensors_and_others_are_refused(tmp_path: Path) -> None:
+    whole = written(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (headers,) = shards(header_of(name, tensor) for name, tensor in TENSORS.items())
+    wholes = [(one.name, TENSORS[one.name]) for one in headers]
+    pieces = [(name, piece) for name, tensor in wholes for piece in (tensor.split(3) if tensor.ndim else [tensor])]
+    writer = TensorWriter(tmp_path / "two")
+    writer.write("model.safetensors", headers, pieces)
+    writer.close()
+    assert (tmp_path / "two/model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert digest_of(tmp_path / "two") == digest_of(whole) == read_anew(tmp_path / "two")
+    for wrong in (
+        pieces[1:],
+        pieces[:-1],
+        [*wholes[1:], wholes[0]],
+        [(name, tensor.double()) for name, tensor in wholes],
+    ):
+        with pytest.raises(ValueError, match="was announced"):
+            TensorWriter(tmp_path / "two").write("model.safetensors", headers, wrong)
+
+
 def test_the_digests_are_those_of_the_files_and_need_no_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
