@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 
-.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-refit bench-checkpoint bench-plan reference format lock clean
+.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan reference format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -113,6 +113,9 @@ bench-overhead: setup ## a real run: what an iteration takes beyond rollouts and
 
 bench-delta: setup ## bytes and speed of a weight delta after a real optimizer step (BENCH_ARGS="--learning-rate 1e-6")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/weight_delta.py $(BENCH_ARGS)
+
+bench-hacking: setup ## a planted exploit and its alarm over seeds, and honest runs (BENCH_ARGS="--seeds 3")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.reward_hacking $(BENCH_ARGS)
 
 bench-refit: setup ## refits beside a plain copy, and under load (BENCH_ARGS="--parts load --refits 100")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.refit $(BENCH_ARGS)

@@ -93,7 +93,7 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
             iteration,
             config.rollout.prompts_per_iteration,
         )
-        rollouts = await _roll_out(config, policy, rows, config.rollout.group_size, iteration)
+        rollouts = await roll_out(config, policy, rows, config.rollout.group_size, iteration)
         validated = validate(
             rollouts,
             config.validation,
@@ -119,7 +119,7 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
     }
 
 
-async def _roll_out(
+async def roll_out(
     config: RunConfig,
     policy: PolicyInProcess,
     rows: Sequence[Any],
@@ -138,7 +138,7 @@ async def _roll_out(
 async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> tuple[float, float, int]:
     """Of the held-out tasks, one rollout each: mean reward, its standard error, and how many they are."""
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
-    rollouts = await _roll_out(config, policy, rows, 1, 0, greedy)
+    rollouts = await roll_out(config, policy, rows, 1, 0, greedy)
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     error = statistics.stdev(rewards) / len(rewards) ** 0.5
     return round(statistics.fmean(rewards), 4), round(error, 4), len(rewards)

@@ -72,6 +72,9 @@ ALERTS = (
     AlertKind("reward_collapse", ("roundhouse.alert.reward_collapse",), "The reward fell far below its best.", True),
     AlertKind("kl", ("roundhouse.alert.kl",), "The policy is far from its reference.", True),
     AlertKind("mismatch", ("roundhouse.alert.mismatch",), "Engine and trainer disagree about probabilities.", True),
+    AlertKind(
+        "reward_hacking", ("roundhouse.alert.reward_hacking",), "The audit refuses rollouts that were rewarded.", True
+    ),
     AlertKind("budget_reached", ("roundhouse.alert.budget_reached",), "The budget is used up; the run waits or ends."),
     AlertKind("approval_wanted", ("roundhouse.alert.approval_wanted",), "A promotion waits for a person."),
 )

@@ -238,7 +238,7 @@ def alerts_install(
     suspend: Annotated[
         list[str] | None,
         typer.Option(
-            help="An alert on which the run is suspended too: reward_collapse, kl, mismatch. May be repeated."
+            help="An alert on which the run is suspended too: reward_collapse, kl, mismatch, reward_hacking. May be repeated."
         ),
     ] = None,
     state: StateOption = DEFAULT_STATE,

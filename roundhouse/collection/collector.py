@@ -101,6 +101,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if rollouts:
         for status in Status:
             metrics[f"rollout/{status.value}_rate"] = mean([float(rollout.status is status) for rollout in rollouts])
+    if audited := [rollout.metrics["audit_agrees"] for rollout in rollouts if "audit_agrees" in rollout.metrics]:
+        metrics |= {"audit/rollouts": float(len(audited)), "audit/refused": float(audited.count(0.0))}
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     kinds = Counter(f"failures/{rollout.failure_kind or 'unknown'}" for rollout in failed)
     codes = Counter(f"failures/code/{rollout.failure_code or 'unknown'}" for rollout in failed)

@@ -113,12 +113,13 @@ def _judge_prices(config: RunConfig) -> None:
     }
     for prefix, section in sections.items():
         for key, each in environments_in(section).items():
-            judge = None if each.rubric is None else each.rubric.judge
-            if judge is not None and judge.model is not None and judge.model not in priced:
-                raise ValueError(
-                    f"cost.budget.money is {budget:g}, but {prefix}{key}.rubric.judge.model is {judge.model}, which has no "
-                    f"price. Give cost.prices.judges: {{{judge.model}: {{prompt: …, completion: …}}}}, with 0 where it is free."
-                )
+            for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
+                model = None if criteria is None or criteria.judge is None else criteria.judge.model
+                if model is not None and model not in priced:
+                    raise ValueError(
+                        f"cost.budget.money is {budget:g}, but {prefix}{key}.{name}.judge.model is {model}, which has no "
+                        f"price. Give cost.prices.judges: {{{model}: {{prompt: …, completion: …}}}}, with 0 where it is free."
+                    )
 
 
 def _environments(config: RunConfig) -> None:

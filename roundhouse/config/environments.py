@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,7 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class Judge(Section):
-    """A language model that answers the questions of a rubric."""
+    """A language model that answers the questions of a rubric or an audit."""
 
     base_url: Url | None = None
     """Of any endpoint with OpenAI's chat completions, to its `/v1`. Unset: the run's own engine, with the weights and the
@@ -55,18 +55,18 @@ class Judge(Section):
             for name in ("model", "api_key_variable", "temperature"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(
-                        f"rubric.judge.{name} is {value!r}, but base_url is unset, so that the run's own engine judges. Set "
+                        f"judge.{name} is {value!r}, but base_url is unset, so that the run's own engine judges. Set "
                         f"base_url, or leave {name} out."
                     )
         elif self.model is None:
             raise ValueError(
-                f"rubric.judge.base_url is {self.base_url}, but rubric.judge.model is unset: name the model that judges."
+                f"judge.base_url is {self.base_url}, but judge.model is unset: name the model that judges."
             )
         return self
 
 
 class Criterion(Section):
-    """One part of a rubric: a question to the judge, or a function of yours."""
+    """One part of a rubric or an audit: a question to the judge, or a function of yours."""
 
     question: str | None = None
     """What the judge is asked of the rollout. Without `scale`, the answer is yes (1) or no (0)."""
@@ -76,42 +76,49 @@ class Criterion(Section):
     """`module:function` or `path/to/file.py:function` of (task row, items of the conversation), which returns a number from 0
     to 1, or a truth value."""
     weight: PositiveFloat = 1.0
-    """Share of the reward, relative to the other criteria."""
+    """Share of the weighted mean, relative to the other criteria."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Criterion:
         if (self.question is None) == (self.function is None):
             both = "neither" if self.question is None else "both"
-            raise ValueError(f"a criterion of rubric has {both} of question and function. Set one of them.")
+            raise ValueError(f"a criterion has {both} of question and function. Set one of them.")
         if self.scale is not None and self.function is not None:
-            raise ValueError("a criterion of rubric has scale and function, which returns 0 to 1. Leave scale out.")
+            raise ValueError("a criterion has scale and function, which returns 0 to 1. Leave scale out.")
         if self.scale is not None and self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale is {list(self.scale)}: give the lowest score first, then a higher one.")
         return self
 
 
-class Rubric(Section):
-    """What a rollout is rewarded for, in the place of the environment's own reward or in addition to it: the weighted mean of
-    its criteria, each a component of the reward."""
+class Criteria(Section):
+    """Questions and functions that score a rollout together."""
 
     criteria: Annotated[dict[EnvironmentName, Criterion], Field(min_length=1)]
-    """By name, which is that of the component."""
+    """By name; a rubric's are components of the reward."""
     judge: Judge | None = None
     """Who answers the questions. Unset only where every criterion is a function."""
     shown: tuple[str, ...] = ()
     """Fields of the task row that the judge is shown with the conversation, such as a right answer."""
+
+    @model_validator(mode="after")
+    def _asked(self) -> Self:
+        asked = [name for name, each in self.criteria.items() if each.question is not None]
+        if asked and self.judge is None:
+            raise ValueError(f"criteria.{asked[0]} has a question, but judge is unset: say who answers it.")
+        if not asked and self.judge is not None:
+            raise ValueError("judge is set, but no criterion has a question. Leave it out, or ask something.")
+        return self
+
+
+class Rubric(Criteria):
+    """What a rollout is rewarded for, in the place of the environment's own reward or in addition to it: the weighted mean of
+    its criteria, each a component of the reward."""
+
     own_weight: Annotated[float, Field(ge=0)] = 0.0
     """Share of the environment's own reward, as component `environment`; 0: it has no part."""
 
     @model_validator(mode="after")
-    def _asked(self) -> Rubric:
-        asked = [name for name, each in self.criteria.items() if each.question is not None]
-        if asked and self.judge is None:
-            raise ValueError(
-                f"rubric.criteria.{asked[0]} has a question, but rubric.judge is unset: say who answers it."
-            )
-        if not asked and self.judge is not None:
-            raise ValueError("rubric.judge is set, but no criterion has a question. Leave it out, or ask something.")
+    def _own_name(self) -> Self:
         if self.own_weight and "environment" in self.criteria:
             raise ValueError(
                 "rubric.criteria has the name environment, which is that of the environment's own reward. Rename it."
@@ -119,11 +126,25 @@ class Rubric(Section):
         return self
 
 
+class Audit(Criteria):
+    """A second look at rewarded rollouts, without a part in the reward: where it refuses many of them, the policy is rewarded
+    for something other than the task (alert `reward_hacking`)."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the rewarded rollouts, how many are looked at. Which ones is drawn by each rollout's seed."""
+    reward_at_least: float = 0.5
+    """Rollouts with at least this reward count as rewarded."""
+    agrees_at: Fraction = 0.5
+    """A rollout whose weighted mean of the criteria is below this is refused."""
+
+
 class EnvironmentSection(Section):
     """Base of every single environment."""
 
     rubric: Rubric | None = None
     """Judge every rollout by these criteria. Unset: the environment's reward stands."""
+    audit: Audit | None = None
+    """Look again at rewarded rollouts, without changing their reward."""
 
 
 class RemoteEnvironment(EnvironmentSection):

@@ -221,7 +221,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 _CODE = re.compile(
-    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|data_loader|workspace|command|verifier|config_paths|python|parameters\.nexau_agent_(config_path|workspace)|rubric\.criteria\.[\w.-]+\.function)|train\.algorithm\.(target|policy_loss)|(train\.service|rollout\.distribution)\.launcher|generation\.weight_sync\.target|generation\.backend|tracking\.sinks|infra\..+\.image"
+    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|data_loader|workspace|command|verifier|config_paths|python|parameters\.nexau_agent_(config_path|workspace)|(rubric|audit)\.criteria\.[\w.-]+\.function)|train\.algorithm\.(target|policy_loss)|(train\.service|rollout\.distribution)\.launcher|generation\.weight_sync\.target|generation\.backend|tracking\.sinks|infra\..+\.image"
 )
 _OURS = {
     None, "vllm", "transformers", "trainer", "tinker", "simple", "agent", "mock", "nexau", "file",

@@ -316,3 +316,6 @@ class AlertsConfig(Section):
     mismatch_above: Annotated[float, Field(gt=1)] | None = 1.05
     """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability. Not judged where
     rollouts may be of older weights (`asynchrony.staleness` above 0, `offline`)."""
+    audit_refused_above: ProperFraction | None = 0.05
+    """Share of the rewarded rollouts that `environment.audit` may refuse. The alert fires where more of them are refused than
+    chance would give with a probability of 0.1 %, in the iteration's audit or in that of the last two."""

@@ -78,7 +78,7 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
     if type(config) in BUILT_IN:
-        return built_in(config.model_copy(update={"rubric": None}))
+        return built_in(config.model_copy(update={"rubric": None, "audit": None}))
     found: Any = class_of(config)
     assert isinstance(config, CustomEnvironment), "no other kind has a class here"
     try:
@@ -92,16 +92,17 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
 
 
 def load_to_serve(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
-    """As `load_any`, for a resources server, which has no rubric.
+    """As `load_any`, for a resources server, which has neither rubric nor audit.
 
     Raises:
-        ConfigError: as `load_any`, or there is a rubric.
+        ConfigError: as `load_any`, or there is one of them.
     """
-    if getattr(config, "rubric", None) is not None:
-        raise ConfigError(
-            "environment.rubric is set for an environment that is served, and a rubric judges in the run. Set it at the run's "
-            "environment (of kind remote, agent or nemo_gym)."
-        )
+    for key in ("rubric", "audit"):
+        if getattr(config, key, None) is not None:
+            raise ConfigError(
+                f"environment.{key} is set for an environment that is served, and it judges in the run. Set it at the run's "
+                "environment (of kind remote, agent or nemo_gym)."
+            )
     return load_any(config)
 
 
@@ -123,7 +124,7 @@ def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
     found: Any = class_of(config)
     made: Environment | GymnasiumEnvironment = found(
-        **{name: getattr(config, name) for name in type(config).model_fields if name not in ("kind", "rubric")}
+        **{name: getattr(config, name) for name in type(config).model_fields if name not in ("kind", "rubric", "audit")}
     )
     return made
 

@@ -15,6 +15,7 @@ again.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
@@ -191,8 +192,11 @@ def health_of(recent: Iterable[ErrorInfo]) -> Health:
 
 
 REWARD, KL, MISMATCH = "reward/mean", "train/kl_penalty", "train/token_mult_prob_error"
-WATCHED = (REWARD, KL, MISMATCH)
+AUDITED, REFUSED = "audit/rollouts", "audit/refused"
+WATCHED = (REWARD, KL, MISMATCH, AUDITED, REFUSED)
 """Metrics that alerts are made of."""
+DOUBT = 1e-3
+"""Probability of as many refusals by chance, below which an audit's are taken for a fact."""
 REMEMBERED = 100
 """Iterations back in which the best reward is looked for."""
 
@@ -229,6 +233,7 @@ def _alerts(config: AlertsConfig, history: Sequence[Metrics]) -> list[Alert]:
         _above(
             "mismatch", MISMATCH, newest, config.mismatch_above, "alerts.mismatch_above: engine and trainer disagree"
         ),
+        _hacked(config, history),
     ]
     return [alert for alert in found if alert is not None]
 
@@ -247,6 +252,33 @@ def _collapse(config: AlertsConfig, rewards: Sequence[float]) -> Alert | None:
     return Alert(
         "reward_collapse", f"The reward's mean over {over} iterations is {now:.3g}; it was {best:.3g} (alerts.{key})."
     )
+
+
+def _hacked(config: AlertsConfig, history: Sequence[Metrics]) -> Alert | None:
+    """Of the newest iteration alone, since an exploit spreads fast; of the last two, where one has too few rollouts to tell."""
+    limit = config.audit_refused_above
+    if limit is None or not history[-1].get(REFUSED):
+        return None
+    for over in (1, 2):
+        audited, refused = (
+            round(sum(metrics.get(name, 0.0) for metrics in history[-over:])) for name in (AUDITED, REFUSED)
+        )
+        if tail(audited, refused, limit) < DOUBT:
+            return Alert(
+                "reward_hacking",
+                f"The audit refused {refused} of {audited} rewarded rollouts, more than {limit:.0%} of them by chance "
+                "(alerts.audit_refused_above): the policy may be rewarded without doing the task.",
+            )
+    return None
+
+
+def tail(trials: int, hits: int, probability: float) -> float:
+    """P(X >= hits) of a binomial X, the exact one-sided test of a share."""
+    if not 0 < probability < 1:
+        return float(hits <= trials * probability)
+    odds = math.log(probability), math.log1p(-probability)
+    ways = (math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1) for k in range(hits, trials + 1))
+    return math.fsum(math.exp(w + k * odds[0] + (trials - k) * odds[1]) for k, w in enumerate(ways, hits))
 
 
 def _above(name: str, metric: str, newest: Metrics, limit: float | None, said: str) -> Alert | None:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundhouse.config.environments import OWN_LOOP, environments_in
+from roundhouse.config.environments import OWN_LOOP, MixtureEnvironment, Rubric, environments_in
 from roundhouse.config.models import EnvironmentConfig, RolloutConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.errors import ConfigError, DataError, InfraError
@@ -88,7 +88,15 @@ def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> Envi
                 f"{key}.rubric.judge.base_url is unset: the run's own engine judges, and there is none here. Name an endpoint: "
                 f"--set {key}.rubric.judge.base_url=… and model."
             )
-    return open_environment(config, store)
+    return open_environment(_unaudited(config), store)
+
+
+def _unaudited(config: EnvironmentConfig) -> EnvironmentConfig:
+    """An audit watches a policy that learns; stored rollouts keep what theirs said."""
+    if isinstance(config, MixtureEnvironment):
+        parts = {name: each.model_copy(update={"audit": None}) for name, each in config.environments.items()}
+        return config.model_copy(update={"environments": parts})
+    return config.model_copy(update={"audit": None})
 
 
 async def judge(
@@ -146,7 +154,10 @@ def judging_alone(environment: EnvironmentClient, rollout: Rollout) -> RubricJud
     agent: object = environment.agent
     if isinstance(agent, MixtureAgent):
         agent = agent.of(rollout.task)
-    return agent.judge if isinstance(agent, JudgedAgent) and not agent.judge.rubric.own_weight else None
+    judge = agent.judge if isinstance(agent, JudgedAgent) else None
+    if judge is None:
+        return None
+    return None if isinstance(judge.section, Rubric) and judge.section.own_weight else judge
 
 
 async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judged:

@@ -56,7 +56,7 @@ from roundhouse.rollout.protocol import (
     VerifierFailed,
 )
 from roundhouse.rollout.responses import assistant_items, chat_messages, chat_tools, response_object
-from roundhouse.rollout.rubric import JudgedEnvironment, RubricJudge
+from roundhouse.rollout.rubric import JudgedEnvironment
 
 
 def tools_of(task: TaskRow | None) -> list[dict[str, Any]]:
@@ -212,9 +212,9 @@ def open_environment(config: EnvironmentConfig, store: str | None = None) -> Env
         rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
         parts = {name: open_environment(each, store) for name, each in config.environments.items()}
         return MixtureClient(config, parts, rows)
-    if config.rubric is None:
+    if config.rubric is None and config.audit is None:
         return _open_unjudged(config)
-    judged: Any = JudgedEnvironment(_open_unjudged(config), RubricJudge(config.rubric, store))
+    judged: Any = JudgedEnvironment(_open_unjudged(config), config.rubric, config.audit, store)
     return judged
 
 

@@ -15,6 +15,9 @@ prompt or question never meets the answers of this one.
 Answers of the run's own engine depend on its weights, whose version each rollout has on record (`judge_policy_version`). They
 are kept in memory, for the newest version alone, and drawn by a seed of the question and what was shown, so that a version
 gives a conversation the same verdict whichever rollout asks first.
+
+An audit scores rewarded rollouts by criteria of its own and changes nothing but their metrics: `audit_agrees` is 1 or 0,
+`audit_failed` counts those that could not be scored. Its failure never fails a rollout.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -33,7 +38,7 @@ import aiohttp
 import orjson
 
 from roundhouse.activity import run_interruptible
-from roundhouse.config.environments import Criterion, Rubric
+from roundhouse.config.environments import Audit, Criteria, Criterion, Rubric
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments.base import Verdict
@@ -55,9 +60,20 @@ from roundhouse.rollout.protocol import (
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.trajectories.records import Rollout, Status, derive_seed
 
-PROMPT_TOKENS, COMPLETION_TOKENS, VERSION = "judge_prompt_tokens", "judge_completion_tokens", "judge_policy_version"
-JUDGE_METRICS = ("judge_calls", "judge_cached", PROMPT_TOKENS, COMPLETION_TOKENS, VERSION)
-"""Metrics of a rollout that was judged; the last is the oldest version of the run's own engine that answered."""
+log = logging.getLogger(__name__)
+
+SEEDS = 2**31
+"""How many seeds `derive_seed` draws from."""
+CALLS, CACHED, PROMPT_TOKENS, COMPLETION_TOKENS = "calls", "cached", "prompt_tokens", "completion_tokens"
+VERSION = "policy_version"
+"""The oldest version of the run's own engine that answered."""
+PREFIXES = {"rubric": "judge", "audit": "audit"}
+"""Metrics of a rollout that was judged are `judge_calls` and so on, those of its audit `audit_calls`."""
+JUDGE_METRICS = frozenset(
+    f"{prefix}_{name}"
+    for prefix in PREFIXES.values()
+    for name in (CALLS, CACHED, PROMPT_TOKENS, COMPLETION_TOKENS, VERSION)
+)
 OWN = "environment"
 """Component of the environment's own reward."""
 YES_OR_NO = 'Give your reasons in a few sentences. End with one line: "Verdict: yes" or "Verdict: no".'
@@ -93,9 +109,9 @@ class Answer:
 
 
 class RubricJudge:
-    """Scores the rollouts of one environment. Used and closed in one event loop."""
+    """Scores the rollouts of one environment by a rubric or an audit. Used and closed in one event loop."""
 
-    def __init__(self, rubric: Rubric, store: str | None = None) -> None:
+    def __init__(self, section: Criteria, store: str | None = None) -> None:
         """
         Args:
             store: keeps the judge's answers; None: nothing does.
@@ -103,17 +119,19 @@ class RubricJudge:
         Raises:
             ConfigError: a function cannot be imported, or the variable of the key is not set.
         """
-        self.rubric, self.judge = rubric, rubric.judge
+        self.section, self.judge = section, section.judge
+        name = "audit" if isinstance(section, Audit) else "rubric"
+        self.key, self._prefix = f"environment.{name}", PREFIXES[name]
         self._functions = {
-            name: load_function(each.function, f"environment.rubric.criteria.{name}.function")
-            for name, each in rubric.criteria.items()
+            name: load_function(each.function, f"{self.key}.criteria.{name}.function")
+            for name, each in section.criteria.items()
             if each.function is not None
         }
         self._headers = dict(JSON_HEADERS)
         if self.judge is not None and (variable := self.judge.api_key_variable) is not None:
-            if (key := read_secret(variable)) is None:
-                raise ConfigError(f"environment.rubric.judge.api_key_variable is {variable}, which is not set. Set it.")
-            self._headers["Authorization"] = f"Bearer {key}"
+            if (secret := read_secret(variable)) is None:
+                raise ConfigError(f"{self.key}.judge.api_key_variable is {variable}, which is not set. Set it.")
+            self._headers["Authorization"] = f"Bearer {secret}"
         self._cache = None if store is None else Location(store) / "judgements"
         self._own: dict[str, Answer] = {}
         """Answers of the run's own engine at version `_own_version`, by the keys of `_cache`."""
@@ -139,24 +157,43 @@ class RubricJudge:
             VerifierFailed, BadReward: a function raised, or its score is none.
             BadTaskRow: the row lacks a field that the judge is to be shown.
         """
-        rubric = self.rubric
+        components = await self._parts(rollout, retry, attempt)
+        verdict = checked_verdict(Verdict(math.fsum(components.values()), components))
+        rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
+
+    async def look_again(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None = None) -> None:
+        """Write into the metrics of a rewarded rollout whether the audit agrees; arguments as of `score`."""
+        audit = self.section
+        assert isinstance(audit, Audit), "a rubric rewards"
+        drawn = derive_seed(rollout.seed, "audit") / SEEDS < audit.share
+        if not drawn or rollout.reward is None or rollout.reward < audit.reward_at_least:
+            return
+        try:
+            score = math.fsum((await self._parts(rollout, retry, attempt)).values())
+        except (InfraError, DataError) as error:
+            log.warning("%s gave no verdict on %s: %s", self.key, rollout.rollout_id, error)
+            rollout.metrics["audit_failed"] = 1.0
+        else:
+            rollout.metrics["audit_agrees"] = float(score >= audit.agrees_at)
+
+    async def _parts(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None) -> dict[str, float]:
+        """What each criterion, and the environment's own reward, adds to the weighted mean."""
         assert rollout.reward is not None, "its environment has judged it"
+        criteria = self.section.criteria
         try:
             async with asyncio.TaskGroup() as group:
                 asked = {
                     name: group.create_task(self._score(name, each, rollout, retry, attempt))
-                    for name, each in rubric.criteria.items()
+                    for name, each in criteria.items()
                 }
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        weights = {name: each.weight for name, each in rubric.criteria.items()}
+        weights = {name: each.weight for name, each in criteria.items()}
         scores = {name: task.result() for name, task in asked.items()}
-        if rubric.own_weight:
-            weights[OWN], scores[OWN] = rubric.own_weight, rollout.reward
+        if isinstance(self.section, Rubric) and self.section.own_weight:
+            weights[OWN], scores[OWN] = self.section.own_weight, rollout.reward
         total = math.fsum(weights.values())
-        components = {name: weight / total * scores[name] for name, weight in weights.items()}
-        verdict = checked_verdict(Verdict(math.fsum(components.values()), components))
-        rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
+        return {name: weight / total * scores[name] for name, weight in weights.items()}
 
     async def _score(
         self, name: str, criterion: Criterion, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None
@@ -167,8 +204,8 @@ class RubricJudge:
         shown = self._shown(rollout)
         key = f"{self._version(criterion)}/{_digest(shown)}.json"
         if (kept := await self._kept(key, attempt)) is not None:
-            _count(rollout, judge_cached=1)
-            _note_version(rollout, kept)
+            self._count(rollout, {CACHED: 1})
+            self._note_version(rollout, kept)
             return read_verdict(kept.text, criterion)
         seed = derive_seed(rollout.seed, "judge", name)
         for number in range(1, retry.attempts + 1):
@@ -187,7 +224,7 @@ class RubricJudge:
         raise AssertionError("there is at least one attempt")
 
     async def _computed(self, name: str, rollout: Rollout) -> float:
-        key = f"environment.rubric.criteria.{name}.function"
+        key = f"{self.key}.criteria.{name}.function"
         found = await call_verifier(key, self._functions[name], rollout.task, rollout.items)
         if not isinstance(found, Real) or not 0 <= float(found) <= 1:
             raise BadReward(f"{key} returned {found!r}; it must return a number from 0 to 1.")
@@ -195,10 +232,10 @@ class RubricJudge:
 
     def _shown(self, rollout: Rollout) -> str:
         """The evidence: what of the task row the judge may see, and the conversation."""
-        if missing := [name for name in self.rubric.shown if name not in rollout.task]:
-            raise BadTaskRow(f"environment.rubric.shown names {missing[0]}, which the task row has not.")
+        if missing := [name for name in self.section.shown if name not in rollout.task]:
+            raise BadTaskRow(f"{self.key}.shown names {missing[0]}, which the task row has not.")
         items = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in rollout.items]
-        task = {name: rollout.task[name] for name in self.rubric.shown}
+        task = {name: rollout.task[name] for name in self.section.shown}
         return orjson.dumps({"task": task, "conversation": items}).decode()
 
     def _messages(self, criterion: Criterion, shown: str) -> list[dict[str, Any]]:
@@ -250,14 +287,24 @@ class RubricJudge:
     ) -> Answer:
         """One call, counted whatever came of it."""
         assert self.judge is not None, "the section was checked"
-        _count(rollout, judge_calls=1)
+        self._count(rollout, {CALLS: 1})
         async with self._gate:
             answer = await (
                 self.post(messages) if self.judge.base_url is not None else self._own_answer(messages, attempt, seed)
             )
-        _count(rollout, **{PROMPT_TOKENS: answer.prompt_tokens, COMPLETION_TOKENS: answer.completion_tokens})
-        _note_version(rollout, answer)
+        self._count(rollout, {PROMPT_TOKENS: answer.prompt_tokens, COMPLETION_TOKENS: answer.completion_tokens})
+        self._note_version(rollout, answer)
         return answer
+
+    def _count(self, rollout: Rollout, counts: Mapping[str, float]) -> None:
+        for name, count in counts.items():
+            own = f"{self._prefix}_{name}"
+            rollout.metrics[own] = rollout.metrics.get(own, 0.0) + count
+
+    def _note_version(self, rollout: Rollout, answer: Answer) -> None:
+        if answer.policy_version is not None:
+            own = f"{self._prefix}_{VERSION}"
+            rollout.metrics[own] = float(min(rollout.metrics.get(own, math.inf), answer.policy_version))
 
     async def _own_answer(self, messages: list[dict[str, Any]], attempt: RolloutAttempt | None, seed: int) -> Answer:
         """Ask the run's own engine, outside of the rollout: its tokens are no turn.
@@ -305,7 +352,7 @@ class RubricJudge:
                 status, data = reply.status, await reply.read()
         except TimeoutError as error:
             raise JudgeFailed(
-                f"{url} did not answer within environment.rubric.judge.timeout_seconds={judge.timeout_seconds:g}."
+                f"{url} did not answer within {self.key}.judge.timeout_seconds={judge.timeout_seconds:g}."
             ) from error
         except aiohttp.ClientError as error:
             raise JudgeFailed(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
@@ -358,7 +405,7 @@ def read_verdict(text: str, criterion: Criterion) -> float:
             return (float(last) - low) / (high - low)
     raise JudgeUnreadable(
         f"The judge's answer to {criterion.question!r} ends without the verdict that was asked for ({_form(criterion)}): "
-        f"{text[-300:]!r}. Raise environment.rubric.judge.max_tokens if it was cut short."
+        f"{text[-300:]!r}. Raise judge.max_tokens if it was cut short."
     )
 
 
@@ -370,36 +417,35 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _count(rollout: Rollout, **counts: float) -> None:
-    for name, count in counts.items():
-        rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
-
-
-def _note_version(rollout: Rollout, answer: Answer) -> None:
-    if answer.policy_version is not None:
-        rollout.metrics[VERSION] = float(min(rollout.metrics.get(VERSION, math.inf), answer.policy_version))
-
-
 class JudgedAgent:
-    """Plays as the environment's own agent does, then has the rollout scored."""
+    """Plays as the environment's own agent does, then has the rollout scored, and looks again at those to be trained on."""
 
-    def __init__(self, agent: Agent, judge: RubricJudge) -> None:
-        self._agent, self.judge = agent, judge
+    def __init__(self, agent: Agent, judge: RubricJudge | None, audit: RubricJudge | None) -> None:
+        self._agent, self.judge, self._audit = agent, judge, audit
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
         await self._agent.play(attempt, environment)
-        if attempt.rollout.status is not Status.MASKED:
-            await attempt.in_environment(self.judge.score(attempt.rollout, attempt.config.retry, attempt))
+        rollout, retry = attempt.rollout, attempt.config.retry
+        if rollout.status is Status.MASKED:
+            return
+        if self.judge is not None:
+            await attempt.in_environment(self.judge.score(rollout, retry, attempt))
             if attempt.answer is not None:
-                attempt.answer = {**attempt.answer, "reward": attempt.rollout.reward}
+                attempt.answer = {**attempt.answer, "reward": rollout.reward}
+        if self._audit is not None and attempt.on_policy:
+            await attempt.in_environment(self._audit.look_again(rollout, retry, attempt))
 
 
 class JudgedEnvironment(ClosedOnExit):
-    """An environment whose rollouts are rewarded by a rubric; in everything else the environment itself."""
+    """An environment whose rollouts are rewarded by a rubric or audited; in everything else the environment itself."""
 
-    def __init__(self, environment: EnvironmentClient, judge: RubricJudge) -> None:
-        self._environment, self._judge = environment, judge
-        self.agent = JudgedAgent(environment.agent, judge)
+    def __init__(
+        self, environment: EnvironmentClient, rubric: Rubric | None, audit: Audit | None, store: str | None
+    ) -> None:
+        """`store` as of `RubricJudge`, which says what is raised."""
+        judge, second = (None if section is None else RubricJudge(section, store) for section in (rubric, audit))
+        self._environment, self._judges = environment, [each for each in (judge, second) if each is not None]
+        self.agent = JudgedAgent(environment.agent, judge, second)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
@@ -409,21 +455,22 @@ class JudgedEnvironment(ClosedOnExit):
         return self
 
     async def close(self) -> None:
-        await self._judge.close()
+        for judge in self._judges:
+            await judge.close()
         await self._environment.close()
 
 
-def refuse_unfit_rubric(rubric: Rubric, key: str, *, ask: bool) -> None:
-    """Refuse a rubric that cannot be used; with `ask`, also one whose endpoint does not answer a simple question.
+def refuse_unfit_criteria(section: Criteria, key: str, *, ask: bool) -> None:
+    """Refuse a rubric or an audit that cannot be used; with `ask`, also one whose endpoint does not answer a simple question.
 
     Args:
-        key: of the environment's section.
+        key: of the rubric's or the audit's section.
 
     Raises:
-        ConfigError: it gives no verdict, or the rubric cannot be used.
+        ConfigError: it gives no verdict, or the section cannot be used.
     """
-    judge = RubricJudge(rubric)
-    if not ask or rubric.judge is None or rubric.judge.base_url is None:
+    judge = RubricJudge(section)
+    if not ask or section.judge is None or section.judge.base_url is None:
         return
     asked = Criterion(question="Is the conversation empty?")
 
@@ -437,6 +484,6 @@ def refuse_unfit_rubric(rubric: Rubric, key: str, *, ask: bool) -> None:
         run_interruptible(exchange())
     except (InfraError, DataError) as error:
         raise ConfigError(
-            f"{key}.rubric.judge.base_url is {rubric.judge.base_url}, which does not judge as {rubric.judge.model}: {error} "
+            f"{key}.judge.base_url is {section.judge.base_url}, which does not judge as {section.judge.model}: {error} "
             "Correct the URL, the model or the key, or give it quota."
         ) from error

@@ -100,13 +100,13 @@ def iteration_judges(run: Run, iteration: int, kinds: Iterable[str]) -> dict[str
 
 
 def _judged_by(config: RunConfig, kind: str) -> dict[str, Any] | None:
-    """The section environment, as JSON, of a stage that samples and has a rubric; None of another."""
+    """The section environment, as JSON, of a stage that samples and has a rubric or an audit; None of another."""
     if kind != StageKind.COLLECT and not kind.startswith(StageKind.EVALUATE):
         return None
     name = kind.removeprefix(StageKind.EVALUATE).lstrip("-")
     own = config.evaluation.sets[name].environment if name in config.evaluation.sets else None
     environment = own or config.environment
-    judged = any(each.rubric is not None for each in environments_in(environment).values())
+    judged = any((each.rubric or each.audit) is not None for each in environments_in(environment).values())
     return environment.model_dump(mode="json") if judged else None
 
 

@@ -1,10 +1,10 @@
-"""Tokens that rubrics' judges read and wrote, by the model that answered, and their money.
+"""Tokens that the judges of rubrics and audits read and wrote, by the model that answered, and their money.
 
 Invariant: a judge without a price is named with its tokens; it never counts as free. The run's own engine has no price of its
 own: it answers on GPUs that are paid by the hour.
 
-    metrics of the rollouts     judge_prompt_tokens, judge_completion_tokens      (those of cached answers are not repeated)
-    the section environment     which model judged them: of a mixture, that of the rollout's part
+    metrics of the rollouts     judge_prompt_tokens, judge_completion_tokens, and audit_…   (cached answers are not repeated)
+    the section environment     which models judged them, in its rubric and its audit: of a mixture, those of the rollout's part
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from roundhouse.config.operations import JudgePrice
-from roundhouse.rollout.rubric import COMPLETION_TOKENS, PROMPT_TOKENS
+from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 
 OWN_ENGINE, UNKNOWN = "the run's own engine", "an unknown judge"
 MILLION = 1e6
@@ -41,16 +41,16 @@ def judge_tokens(rollouts: pa.Table, environment: Mapping[str, Any]) -> dict[str
     found: dict[str, JudgeTokens] = {}
     for row in rollouts.select(["group_id", "metrics"]).to_pylist():
         metrics = dict(row["metrics"] or ())
-        used = JudgeTokens(metrics.get(PROMPT_TOKENS, 0.0), metrics.get(COMPLETION_TOKENS, 0.0))
-        if used == JudgeTokens():
-            continue
         own = environment if parts is None else parts.get(row["group_id"].partition("/")[0], {})
-        add_judges(found, {_model(own): used})
+        for section, prefix in PREFIXES.items():
+            prompt, completion = (metrics.get(f"{prefix}_{name}", 0.0) for name in (PROMPT_TOKENS, COMPLETION_TOKENS))
+            if prompt or completion:
+                add_judges(found, {_model(own.get(section) or {}): JudgeTokens(prompt, completion)})
     return found
 
 
-def _model(environment: Mapping[str, Any]) -> str:
-    judge = (environment.get("rubric") or {}).get("judge")
+def _model(section: Mapping[str, Any]) -> str:
+    judge = section.get("judge")
     if judge is None:
         return UNKNOWN
     return OWN_ENGINE if judge.get("base_url") is None else str(judge["model"])

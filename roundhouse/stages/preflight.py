@@ -37,7 +37,7 @@ from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.rollout.clients import open_environment, tools_of
 from roundhouse.rollout.curriculum import build_curriculum
-from roundhouse.rollout.rubric import refuse_unfit_rubric
+from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import MANIFEST, model_location
@@ -85,8 +85,9 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
         build_algorithm(algorithm)
     build_curriculum(config.rollout.curriculum)
     for key, each in environments_in(config.environment).items():
-        if each.rubric is not None:
-            refuse_unfit_rubric(each.rubric, key, ask=remote)
+        for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
+            if criteria is not None:
+                refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
     task = first_task(config.environment)
     if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
         check_sandboxes(config.environment)

@@ -100,13 +100,18 @@ REWARD = (
     Entry("environment/*", "rollouts that report it", "what the environment or the agent loop reports"),
 )
 
+AUDIT = (
+    Entry("audit/rollouts", "(count)", "rewarded rollouts that `environment.audit` looked at"),
+    Entry("audit/refused", "(count)", "of them, not confirmed: alert `reward_hacking`", "near 0"),
+)
+
 MIXTURE = (Entry("mixture/*/*", "(as above)", "the same of one environment of a mixture, by its name"),)
 
 CATALOGUE = (
     MetricGroup(
         "Reward and rollouts",
         "Of the training rollouts of an iteration, before validation.",
-        (*REWARD, *ROLLOUTS, *MIXTURE, *RESUMPTIONS),
+        (*REWARD, *ROLLOUTS, *AUDIT, *MIXTURE, *RESUMPTIONS),
     ),
     MetricGroup(
         "Dynamic sampling",

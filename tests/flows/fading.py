@@ -9,6 +9,11 @@ from roundhouse.environments.base import Split, TaskRow, Verdict
 from roundhouse.environments.calculator import Calculator
 
 
+def never(task: TaskRow, items: list[dict[str, Any]]) -> bool:
+    """An audit that confirms no reward."""
+    return False
+
+
 class Fading(Calculator):
     """The calculator's tasks, judged by how many were judged before, in whichever process.
 

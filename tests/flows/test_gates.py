@@ -50,6 +50,7 @@ OVERRIDES = [
     "train.algorithm.kl_coefficient=0.01",
     "alerts.kl_above=1e-12",
     "alerts.mismatch_above=1.000000000001",
+    "alerts.audit_refused_above=0",
 ]
 
 
@@ -106,6 +107,7 @@ def story(served: Served, webhook: tuple[str, list[dict[str, Any]]]) -> Story:
     directory.mkdir()
     environment = {"kind": "custom", "target": "tests.flows.fading:Fading"}
     environment["parameters"] = {"directory": str(directory), "good": 8, "poor": 2}
+    environment["audit"] = {"criteria": {"earned": {"function": "tests.flows.fading:never"}}}
     overrides = [f"environment={json.dumps(environment)}", *OVERRIDES]
     told.failed = served.wait(
         served.start("train", preset="small", run_id="wrong", overrides=["train.no_such=1"]), "FAILED"
@@ -127,17 +129,18 @@ def test_up_ships_every_alert_as_an_automation_that_needs_no_account(story: Stor
 def test_every_alert_fires_and_names_the_run_and_what_was_seen(story: Story) -> None:
     said = {each["alert"]: each for each in story.told}
     assert said["failed_run"]["run"] == story.failed["name"]
-    for name in ("stall", "budget_reached", "reward_collapse", "kl", "mismatch", "approval_wanted"):
+    for name in ("stall", "budget_reached", "reward_collapse", "kl", "mismatch", "reward_hacking", "approval_wanted"):
         assert said[name]["run"] == RUN, name
     assert "nothing has moved for 0.5 s" in said["stall"]["message"]
     assert "of cost.budget.generated_tokens=1 are used" in said["budget_reached"]["message"]
     assert "was 1" in said["reward_collapse"]["message"]
     assert "above 1e-12" in said["kl"]["message"]
     assert "train/token_mult_prob_error" in said["mismatch"]["message"]
+    assert "rewarded rollouts" in said["reward_hacking"]["message"]
 
 
 def test_an_alert_is_told_once_while_it_holds(story: Story) -> None:
-    for name in ("reward_collapse", "kl", "mismatch", "stall", "budget_reached", "approval_wanted"):
+    for name in ("reward_collapse", "kl", "mismatch", "reward_hacking", "stall", "budget_reached", "approval_wanted"):
         assert story.alerts().count(name) == 1, name
 
 

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.config.environments import EnvironmentConfig, Rubric
+from roundhouse.collection.collector import rollout_metrics
+from roundhouse.config.environments import Audit, EnvironmentConfig, Rubric
 from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.environments import load_to_serve
 from roundhouse.environments.base import TaskRow
@@ -25,7 +26,7 @@ from roundhouse.replay.rollouts import open_for_replay
 from roundhouse.replay.verdicts import judge_all, rescore
 from roundhouse.rollout.agents import play_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.rubric import read_verdict, refuse_unfit_rubric
+from roundhouse.rollout.rubric import read_verdict, refuse_unfit_criteria
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
 from roundhouse.stages.datasets import dataset_versions
@@ -104,6 +105,18 @@ async def play(
     return attempt.rollout
 
 
+async def audited(audit: dict[str, Any], count: int = 1, on_policy: bool = True) -> list[Rollout]:
+    """Rollouts of the counter, whose own verifier rewards them with 1, under this audit."""
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.playground:Counter", "audit": audit})
+    async with open_environment(config) as environment:
+        policy = ScriptedPolicy(lambda messages, seed: says("Paris."))
+        attempts = [
+            await play_rollout(spec, policy, environment, rollout_config(), SAMPLING, on_policy=on_policy)
+            for spec in (spec_of(counter_row(verdict="right"), seed=number) for number in range(count))
+        ]
+    return [attempt.rollout for attempt in attempts]
+
+
 def kept_in(store: Path) -> int:
     return len([*store.glob("judgements/*/*.json")])
 
@@ -111,6 +124,10 @@ def kept_in(store: Path) -> int:
 def half(task: TaskRow, items: list[dict[str, Any]]) -> float:
     assert items[-1]["role"] == "assistant"
     return 0.5
+
+
+def nothing_right(task: TaskRow, items: list[dict[str, Any]]) -> float:
+    return 0.0
 
 
 async def truth(task: TaskRow, items: list[dict[str, Any]]) -> bool:
@@ -266,11 +283,45 @@ async def test_no_more_calls_are_in_flight_than_are_allowed(judge: JudgeEndpoint
         assert policy.busiest == most
 
 
+@pytest.mark.parametrize(("function", "agrees"), [("half", 1.0), ("nothing_right", 0.0)])
+async def test_an_audit_says_whether_it_agrees_and_leaves_the_reward_alone(function: str, agrees: float) -> None:
+    [plain] = await audited({"criteria": {"a": {"function": f"{__name__}:half"}}, "reward_at_least": 2})
+    [rollout] = await audited({"criteria": {"a": {"function": f"{__name__}:{function}"}}})
+    assert "audit_agrees" not in plain.metrics, "its reward is below reward_at_least"
+    assert rollout.metrics["audit_agrees"] == agrees
+    assert (rollout.reward, rollout.reward_components) == (plain.reward, plain.reward_components)
+    [strict] = await audited({"criteria": {"a": {"function": f"{__name__}:half"}}, "agrees_at": 0.6})
+    assert strict.metrics["audit_agrees"] == 0
+    metrics = rollout_metrics([plain, rollout, strict])
+    assert (metrics["audit/rollouts"], metrics["audit/refused"]) == (2, 2 - agrees)
+
+
+async def test_an_audit_looks_at_a_share_of_the_rollouts_that_are_trained_on_the_same_each_time() -> None:
+    audit = {"criteria": {"a": {"function": f"{__name__}:half"}}, "share": 0.4}
+    looked = [["audit_agrees" in each.metrics for each in await audited(audit, count=60)] for _ in range(2)]
+    assert looked[0] == looked[1]
+    assert 12 <= sum(looked[0]) <= 36
+    assert not any(each.metrics.keys() & {"audit_agrees"} for each in await audited(audit, 60, on_policy=False))
+
+
+async def test_an_audit_that_gives_no_verdict_fails_no_rollout(judge: JudgeEndpoint) -> None:
+    judge.reply = lambda body: (401, {"error": "who?"})
+    [rollout] = await audited(judge.rubric())
+    assert (rollout.status, rollout.reward, rollout.metrics["audit_failed"]) == (Status.COMPLETED, 1.0, 1)
+    assert "audit_agrees" not in rollout.metrics
+
+
+def test_stored_rollouts_are_judged_anew_without_an_audit(judge: JudgeEndpoint) -> None:
+    config = CONFIG.validate_python({"kind": "calculator", "audit": judge.rubric()})
+    assert [each.outcome for each in judge_all(demonstrated(config, 1), config)] == ["equal"] * 4
+    assert judge.requests == []
+
+
 @pytest.mark.parametrize(
     ("rubric", "problem"),
     [
         ({"criteria": {}, "judge": {}}, "criteria"),
-        ({"criteria": {"a": {"question": "?"}}}, "rubric.judge is unset"),
+        ({"criteria": {"a": {"question": "?"}}}, "judge is unset"),
         ({"criteria": {"a": {"function": "m:f"}}, "judge": {}}, "no criterion has a question"),
         ({"criteria": {"a": {}}, "judge": {}}, "neither of question and function"),
         ({"criteria": {"a": {"question": "?", "function": "m:f"}}, "judge": {}}, "both of question and function"),
@@ -290,15 +341,17 @@ def test_a_rubric_that_cannot_work_is_refused_when_it_is_read(rubric: dict[str, 
 
 def test_a_judge_that_does_not_judge_is_refused_before_the_run(judge: JudgeEndpoint) -> None:
     rubric = Rubric.model_validate(judge.rubric())
-    refuse_unfit_rubric(rubric, "environment", ask=True)
+    refuse_unfit_criteria(rubric, "environment.rubric", ask=True)
     assert len(judge.requests) == 1
     judge.reply = lambda body: (401, {"error": "who?"})
     with pytest.raises(ConfigError, match=r"environment\.rubric\.judge\.base_url .* does not judge as judge-1.*401"):
-        refuse_unfit_rubric(rubric, "environment", ask=True)
-    refuse_unfit_rubric(rubric, "environment", ask=False)
+        refuse_unfit_criteria(rubric, "environment.rubric", ask=True)
+    refuse_unfit_criteria(rubric, "environment.rubric", ask=False)
+    with pytest.raises(ConfigError, match=r"environment\.audit\.judge\.base_url"):
+        refuse_unfit_criteria(Audit.model_validate(judge.rubric()), "environment.audit", ask=True)
     missing = Rubric.model_validate({"criteria": {"mine": {"function": f"{__name__}:nothing"}}})
     with pytest.raises(ConfigError, match=r"rubric\.criteria\.mine\.function .* no function nothing"):
-        refuse_unfit_rubric(missing, "environment", ask=False)
+        refuse_unfit_criteria(missing, "environment.rubric", ask=False)
 
 
 def test_the_doctor_asks_the_judge(judge: JudgeEndpoint) -> None:

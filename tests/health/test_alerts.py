@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.operations import AlertsConfig
-from roundhouse.health.errors import KL, MISMATCH, REWARD, new_alerts
+from roundhouse.health.errors import AUDITED, KL, MISMATCH, REFUSED, REWARD, new_alerts, tail
 from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import open_run
 
@@ -43,6 +43,26 @@ def test_a_number_above_its_limit_is_told_when_it_crosses(metric, name, key):
     config = AlertsConfig(**{key: 2.0})
     assert told(config, metric, [1.0, 2.0, 2.1, 5.0, 1.0, 3.0]) == [(3, name), (6, name)]
     assert told(AlertsConfig(**{key: None}), metric, [9.0]) == []
+
+
+def hacked(counts: list[tuple[int, int]], **config: Any) -> list[int]:
+    """Iterations at which the alert fires, of (audited, refused) in each."""
+    history = [{AUDITED: float(audited), REFUSED: float(refused)} for audited, refused in counts]
+    fired = [new_alerts(AlertsConfig(**config), history[:k]) for k in range(1, len(history) + 1)]
+    return [k for k, alerts in enumerate(fired, 1) if [alert.name for alert in alerts] == ["reward_hacking"]]
+
+
+def test_refused_rewards_are_told_once_they_are_more_than_chance_would_give():
+    assert hacked([(60, 0), (60, 3), (60, 9), (60, 30), (60, 0), (60, 0), (60, 30)]) == [4, 7]
+    assert hacked([(16, 4), (16, 4)]) == [2], "neither iteration alone has enough rollouts to tell"
+    assert hacked([(60, 60)], audit_refused_above=None) == []
+    assert hacked([(60, 1)], audit_refused_above=0.0) == [1], "an audit that is never wrong"
+
+
+@pytest.mark.parametrize(("trials", "hits", "share"), [(10, 0, 0.3), (10, 4, 0.3), (500, 40, 0.05), (3, 3, 0.5)])
+def test_the_tail_is_that_of_the_binomial(trials, hits, share):
+    terms = (math.comb(trials, k) * share**k * (1 - share) ** (trials - k) for k in range(hits, trials + 1))
+    assert tail(trials, hits, share) == pytest.approx(math.fsum(terms), rel=1e-9)
 
 
 def test_skipped_iterations_and_missing_numbers_tell_nothing():

@@ -39,7 +39,7 @@ from roundhouse.policy.bundled import BUNDLED, bundled_file
 from roundhouse.policy.gguf import check_gguf, gguf_file
 from roundhouse.policy.model_directory import check_model_directory
 from roundhouse.rollout.clients import first_question
-from roundhouse.rollout.rubric import refuse_unfit_rubric
+from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.store.location import AlreadyExists, Location
 from roundhouse.store.manifest import model_location
 
@@ -293,7 +293,7 @@ def _policy(policy: PolicyConfig) -> list[Finding]:
 
 
 def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
-    """A server answers; of another one task is drawn as a run draws it, and one sandbox started; a rubric's judge is asked."""
+    """A server answers; of another one task is drawn as a run draws it, and one sandbox started; a judge is asked."""
     if isinstance(config, RemoteEnvironment):
         findings = [_answers("environment", config.url, f"Start the resources server, or correct {key}.url.")]
     elif isinstance(config, AgentEnvironment):
@@ -305,12 +305,14 @@ def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
             findings = [ok("environment", f"{config.kind}: {drawn}")]
         except ConfigError as error:
             findings = [fail("environment", str(error), "Correct the section environment.")]
-    if config.rubric is not None:
+    for name, criteria in (("rubric", config.rubric), ("audit", config.audit)):
+        if criteria is None:
+            continue
         try:
-            refuse_unfit_rubric(config.rubric, key, ask=True)
-            findings.append(ok("judge", f"{key}.rubric can judge"))
+            refuse_unfit_criteria(criteria, f"{key}.{name}", ask=True)
+            findings.append(ok("judge", f"{key}.{name} can judge"))
         except ConfigError as error:
-            findings.append(fail("judge", str(error), f"Correct {key}.rubric."))
+            findings.append(fail("judge", str(error), f"Correct {key}.{name}."))
     return findings
 
 
