@@ -7,9 +7,8 @@ does not matter.
 
 Writing. One tensor is in memory at a time, or a piece of one, whatever the size of the model; while a byte is written it is
 hashed as part of its file and, of weights, as part of its tensor, each in a thread of its own, and nothing is read back. The
-bytes are those of
-`safetensors.torch.save_file`. `digests.json` holds what was found of the files (`store.directories.FileDigests`), for the
-upload and the next load.
+bytes are those of `safetensors.torch.save_file`. `digests.json` holds what was found of the files
+(`store.directories.FileDigests`), for the upload and the next load.
 
     model.safetensors                                                    up to SHARD_BYTES
     model-00001-of-00003.safetensors … model.safetensors.index.json      above
