@@ -17,6 +17,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow.compute as pc
@@ -165,50 +166,58 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
     Raises:
         LedgerError: an iteration's causes are more than its tokens.
     """
-    tokens: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    committed: list[Manifest] = []
-    judges: dict[str, JudgeTokens] = {}
+    bill = _Bill()
+    _add_iterations(run, bill)
+    _add_replays(run, bill)
+    _add_datasets(run, bill)
+    _add(bill.seconds, _outside_of_stages(run.location, bill.committed))
+    if written := math.fsum(each.completion for each in bill.judges.values()):
+        bill.tokens["judged"] = written
+    prices = run.config.cost.prices
+    hour = prices.cpu_hour / HOUR
+    money = {cause: used * hour for cause, used in bill.seconds.items()} if hour else {}
+    if paid := judge_money(bill.judges, prices.judges):
+        _add(money, {"judged": paid})
+    unpriced = unpriced_judges(bill.judges, prices.judges)
+    return {"tokens": bill.tokens, "cpu_seconds": bill.seconds, "money": money, "unpriced_judge_tokens": unpriced}
+
+
+@dataclass(slots=True)
+class _Bill:
+    """What `bill_of` has found so far."""
+
+    tokens: dict[str, float] = field(default_factory=dict)
+    """By cause, as `seconds`."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    judges: dict[str, JudgeTokens] = field(default_factory=dict)
+    """By model."""
+    committed: list[Manifest] = field(default_factory=list)
+    """Of all stages that the run's own drivers may have completed."""
+
+
+def _add_iterations(run: Run, bill: _Bill) -> None:
+    """What the stages of the run's iterations and its checkpoints used."""
     for k in _numbers(run.location / "iterations"):
         manifests = _stages_of(run.location, k)
-        committed += manifests.values()
+        bill.committed += manifests.values()
         own = _collected_tokens(run.location, k, manifests)
-        _add(tokens, own)
-        add_judges(judges, iteration_judges(run, k, manifests))
+        _add(bill.tokens, own)
+        add_judges(bill.judges, iteration_judges(run, k, manifests))
         for kind, manifest in manifests.items():
             used = manifest.resources.get("cpu_seconds", 0.0)
             evaluating = kind.startswith(StageKind.EVALUATE) or kind == StageKind.PROMOTE
             if evaluating and kind != StageKind.PROMOTE:
-                _add(tokens, {"evaluated": _generated(run.location, k, kind)})
+                _add(bill.tokens, {"evaluated": _generated(run.location, k, kind)})
             if repeated := manifest.metrics.get("rollout/repeated_tokens"):
-                _add(tokens, {"repeated": repeated})
-            if kind == StageKind.COLLECT:
-                whole = sum(own.values())
-                _add(
-                    seconds,
-                    {cause: used * count / whole for cause, count in own.items()} if whole else {"trained": used},
-                )
+                _add(bill.tokens, {"repeated": repeated})
+            if kind == StageKind.COLLECT and (whole := sum(own.values())):
+                _add(bill.seconds, {cause: used * count / whole for cause, count in own.items()})
             else:
-                _add(seconds, {"evaluated" if evaluating else "trained": used})
+                _add(bill.seconds, {"evaluated" if evaluating else "trained": used})
     for version in run.checkpoint_versions():
         manifest = read_manifest(_present(run.checkpoint(version)))
-        committed.append(manifest)
-        _add(seconds, {"trained": manifest.resources.get("cpu_seconds", 0.0)})
-    _add_replays(run, tokens, seconds, judges)
-    committed += _add_datasets(run, tokens, seconds, judges)
-    _add(seconds, _outside_of_stages(run.location, committed))
-    if written := math.fsum(each.completion for each in judges.values()):
-        tokens["judged"] = written
-    prices = run.config.cost.prices
-    money = {cause: used * prices.cpu_hour / HOUR for cause, used in seconds.items()} if prices.cpu_hour else {}
-    if paid := judge_money(judges, prices.judges):
-        _add(money, {"judged": paid})
-    return {
-        "tokens": tokens,
-        "cpu_seconds": seconds,
-        "money": money,
-        "unpriced_judge_tokens": unpriced_judges(judges, prices.judges),
-    }
+        bill.committed.append(manifest)
+        _add(bill.seconds, {"trained": manifest.resources.get("cpu_seconds", 0.0)})
 
 
 def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]) -> dict[str, float]:
@@ -247,7 +256,7 @@ def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[s
     return {cause: used for cause, used in found.items() if used}
 
 
-def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float], judges: dict[str, JudgeTokens]) -> None:
+def _add_replays(run: Run, bill: _Bill) -> None:
     """What replays of the run used; their own tokens are those that they sampled."""
     replays = Location(run.config.store) / "replays"
     for name in replays.names():
@@ -262,19 +271,16 @@ def _add_replays(run: Run, tokens: dict[str, float], seconds: dict[str, float], 
         for k in _numbers(place / "iterations"):
             for kind, manifest in _stages_of(place, k).items():
                 committed.append(manifest)
-                _add(seconds, {"replayed": manifest.resources.get("cpu_seconds", 0.0)})
+                _add(bill.seconds, {"replayed": manifest.resources.get("cpu_seconds", 0.0)})
                 if kind == StageKind.COLLECT or kind.startswith(StageKind.EVALUATE):
-                    _add(tokens, {"replayed": _generated(place, k, kind)})
+                    _add(bill.tokens, {"replayed": _generated(place, k, kind)})
                     table = read_table(_present(_stage_at(place, k, kind)), "rollouts")
-                    add_judges(judges, judge_tokens(table, identity["config"].get("environment", {})))
-        _add(seconds, {"replayed": math.fsum(_outside_of_stages(place, committed).values())})
+                    add_judges(bill.judges, judge_tokens(table, identity["config"].get("environment", {})))
+        _add(bill.seconds, {"replayed": math.fsum(_outside_of_stages(place, committed).values())})
 
 
-def _add_datasets(
-    run: Run, tokens: dict[str, float], seconds: dict[str, float], judges: dict[str, JudgeTokens]
-) -> list[Manifest]:
-    """What dataset versions of the run used: collected for themselves, branched, or judged anew; their manifests."""
-    found: list[Manifest] = []
+def _add_datasets(run: Run, bill: _Bill) -> None:
+    """What dataset versions of the run used: collected for themselves, branched, or judged anew."""
     datasets = Location(run.config.store) / "datasets"
     for place in [datasets / f"{name}/{label}" for name in datasets.names() for label in (datasets / name).names()]:
         if (reference := Stage(place, kind=StageKind.COLLECT, run_id="", iteration=0).reference()) is None:
@@ -282,22 +288,21 @@ def _add_datasets(
         manifest = read_manifest(reference)
         if manifest.run_id != run.run_id or manifest.finished_at < run.created_at:
             continue
-        found.append(manifest)
+        bill.committed.append(manifest)
         cause = (
             "branched" if "branched" in manifest.details else "judged" if "rollouts" in manifest.inputs else "datasets"
         )
-        _add(seconds, {cause: manifest.resources.get("cpu_seconds", 0.0)})
+        _add(bill.seconds, {cause: manifest.resources.get("cpu_seconds", 0.0)})
         table, section = read_table(reference, "rollouts"), run.config.environment.model_dump(mode="json")
         if cause == "judged":  # those judged anew without a reward are as they were before
             table, section = table.filter(pc.is_valid(table["reward"])), manifest.details["judge"]["environment"]
-        add_judges(judges, judge_tokens(table, section))
+        add_judges(bill.judges, judge_tokens(table, section))
         if cause == "datasets":
-            _add(tokens, {cause: float(pc.sum(table["generated_tokens"]).as_py() or 0)})
+            _add(bill.tokens, {cause: float(pc.sum(table["generated_tokens"]).as_py() or 0)})
         elif cause == "branched":
             turns = read_table(reference, "turns")
             new = turns.filter(turns["trained"])["generation_token_ids"]
-            _add(tokens, {cause: float(pc.sum(pc.list_value_length(new)).as_py() or 0)})
-    return found
+            _add(bill.tokens, {cause: float(pc.sum(pc.list_value_length(new)).as_py() or 0)})
 
 
 def _generated(place: Location, k: int, kind: str) -> float:
