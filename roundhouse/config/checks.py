@@ -574,8 +574,9 @@ def _replicas_of_the_trainer(config: RunConfig) -> None:
     service, infra = config.train.service, config.infra
     if not isinstance(service, RankedService) or service.data_parallel_replicate == 1:
         return
-    in_pods = isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService)
-    pods = infra.trainer.pods if in_pods and service.launcher in (None, "kubernetes") else 1
+    pods = 1
+    if isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService):
+        pods = infra.trainer.pods if service.launcher in (None, "kubernetes") else 1
     ranks, product = pods * service.processes, math.prod(config.train.parallelism.values())
     if ranks % product:
         each = f"infra.trainer.pods {pods} x " if pods > 1 else ""

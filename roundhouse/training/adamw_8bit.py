@@ -24,10 +24,10 @@ from roundhouse.training.optimizer import BLOCK, in_blocks
 from roundhouse.training.parallel import sharded_like
 
 
-class RowwiseAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+class RowwiseAdamW8bit(AdamW8bit):
     """torchao's, with blocks that lie within rows."""
 
-    def _new_buffer(self, p: torch.Tensor, signed: bool, block_size: int | None = None) -> torch.Tensor:
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
         local: Any = p.to_local() if isinstance(p, DTensor) else p
         if in_blocks(p.shape) and len(local):
             made = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)

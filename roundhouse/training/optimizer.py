@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.parallel import Ranks, sharded_like
-from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
+from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +94,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, directory: Path, ranks: Ranks) -> None:
     """Write every state tensor whole as `<kind>/<parameter name>`; all ranks take part."""
-    tensors = {}
+    tensors: SavedTensors = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         for kind, value in sorted(state.items(), key=itemgetter(0)):  # whether loaded or made
