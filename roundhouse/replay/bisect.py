@@ -367,6 +367,7 @@ class _Bisector:
             return self._name("rows", few[0][0], detail)
         if healthy is None or not _does(healthy):
             return self._not_the_rows()
+        self._narrowing = False
         _, sufficient = self._replayed(
             "rows",
             f"rows of iteration {self.window[0]} in iteration {good}",
@@ -421,7 +422,6 @@ class _Bisector:
         self.say(f"the smallest set of {len(items)} {what}: at most {self.found.narrowing_bound} stage runs")
         self._narrowing = True
         found, self.found.smallest = smallest_set(items, does_it, max(0, trials))
-        self._narrowing = False
         if not self.found.smallest:
             self.found.notes.append(f"the smallest set of {what} is not known within these stage runs (--budget)")
         return found
