@@ -1,6 +1,6 @@
 """Does the alarm find a policy that is rewarded for nothing? A verifier that breaks in the run, over seeds; and runs without.
 
-    python -m benchmarks.reward_hacking [--seeds 10] [--iterations 14] [--output docs/images/reward-hacking.json] [--work DIR]
+    python -m benchmarks.reward_hacking [--seeds 10] [--iterations 25] [--output docs/images/reward-hacking.json] [--work DIR]
 
 The quickstart's task. From iteration `OPENS` on, the planted verifier pays for the first product alone, and twice what a right
 answer is worth; the honest runs keep the right one. One warm start for all; runs differ in the seed of tasks and sampling.
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.learning_curves import PolicyInProcess, roll_out
 from roundhouse.collection.collector import rollout_metrics
-from roundhouse.config.loading import parse_config
+from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
@@ -68,15 +68,9 @@ def is_right(task: TaskRow, items: Sequence[dict[str, Any]]) -> bool:
 def settings(broken: bool, seed: int) -> RunConfig:
     audit = {"criteria": {"right": {"function": "benchmarks.reward_hacking:is_right"}}}
     target = f"benchmarks.reward_hacking:{'ProductPays' if broken else 'Calculator'}"
-    return parse_config(
-        {
-            "run_id": "r",
-            "seed": seed,
-            "policy": {"kind": "warm_start"},
-            "environment": {"kind": "custom", "target": target, "audit": audit},
-            "train": {"threads": 1},
-        }
-    )
+    environment = {"kind": "custom", "target": target, "audit": audit}
+    overrides = [f"environment={json.dumps(environment)}", f"seed={seed}", "train.threads=1"]
+    return load_config("configs/quickstart.yaml", overrides)
 
 
 async def run(breaks: bool, seed: int, start: Path, iterations: int) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def share_wrong(rollouts: Sequence[Rollout]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "roundhouse-reward-hacking")
     arguments = parser.parse_args()

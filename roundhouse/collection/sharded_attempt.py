@@ -321,7 +321,7 @@ class ShardedAttempt:
             counts.rollouts_resumed += counted["rollouts_resumed"]
             counts.turns_resumed += counted["turns_resumed"]
             counts.rollouts_restarted.update(counted["rollouts_restarted"])
-            counts.lost_tokens += counted["lost_tokens"]
+            counts.lost_tokens += counted.get("lost_tokens", 0)  # not in what an older version wrote
         return counts
 
 
