@@ -30,7 +30,10 @@ BACKEND = f"{Path(__file__).parent / 'own_backend.py'}:PlainBackend"
 CONFIG = GenerationConfig(backend=BACKEND, max_model_len=256)
 
 
-@pytest.mark.parametrize("backend", [BACKEND, "roundhouse.generation.interface:TransformersGeneration"])
+@pytest.mark.parametrize(
+    "backend",
+    [BACKEND, pytest.param("roundhouse.generation.interface:TransformersGeneration", marks=pytest.mark.long)],
+)
 def test_an_iteration_is_collected_and_trained_with_a_backend_of_three_methods(tmp_path: Path, backend: str) -> None:
     with engine_process() as url:
         tree: dict[str, Any] = {

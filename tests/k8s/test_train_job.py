@@ -92,6 +92,7 @@ def test_with_a_cache_claim_a_step_does_not_fetch_what_the_one_before_it_wrote(
     assert fetched == [size, 0], "version 0 came from the store, and version 1 was left there by the step that made it"
 
 
+@pytest.mark.long
 def test_the_error_of_a_step_reaches_the_stage_as_it_was_raised_in_the_pod(
     fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

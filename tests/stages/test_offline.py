@@ -207,6 +207,7 @@ def test_age_is_counted_along_the_line_of_forks_and_unknown_off_it(world: Any, f
     assert age_of(base, beyond) is None
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_data_to_the_same_weights(world: Any, tmp_path: Path) -> None:
     _, base, _, _ = world
     names = ("whole", "killed")

@@ -78,6 +78,7 @@ def expected(tmp_path: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_process_a_step_writes_what_a_resident_trainer_writes(expected: dict[str, str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "process", tmp_path, service={"kind": "process"})
     assert checkpoint_digests(two_iterations(run, tmp_path)) == expected
