@@ -85,6 +85,13 @@ CASES |= {name: {"minibatches": 2, "optimizer": OPTIMIZER | {"moments": "8-bit"}
 APART = {"bfloat16"} | EIGHT_BIT
 """Not equal, but for rounding; with a test of their own."""
 LONG = {"critic, untied, reduced in each microbatch, recomputed activations", "context, critic, adapter"}
+LONG |= {
+    "padded",
+    "one bin for two ranks",
+    "one expert for two ranks",
+    "context, adapter",
+    "context, ratio of sequences",
+}
 FOUR: dict[str, dict[str, Any]] = {
     "context of two": {},
     "context of two, adapter": {"lora": {"rank": 2}},
