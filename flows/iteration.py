@@ -28,7 +28,7 @@ from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from tasks.health import reporter_of
-from tasks.report import report_iteration, show_reported
+from tasks.report import report_iteration
 from tasks.stages import (
     checkpoint,
     collect,
@@ -47,7 +47,6 @@ from tasks.stages import (
 )
 def iteration(config: OpaqueConfig, k: int) -> Reference:
     """Refit, collect, validate, train, checkpoint, and every N iterations evaluate."""
-    show_reported()
     run, source = open_run(config), _source.get()
     base = run.checkpoint(k - 1).reference()
     if base is None:

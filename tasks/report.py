@@ -39,13 +39,8 @@ log = logging.getLogger(__name__)
 
 ARTIFACTS_SECONDS = 10.0
 """How long the end of a run waits for artifacts that are still on their way to Prefect."""
-SHOWN_SECONDS = 1.0
-"""How long what shows an iteration waits for the next one to begin: Prefect's database takes one writer at a time, and the next
-iteration's flow run is waited for."""
 _artifacts = ThreadPoolExecutor(1, "artifacts")
 """Makes and sends an iteration's artifacts and metrics: the next iteration need not wait for them."""
-_begun = threading.Event()
-"""Set when an iteration begins, or none will: what shows the one before is sent."""
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
 _sinks: dict[str, Sinks] = {}
@@ -72,7 +67,6 @@ def tracked(run: Run) -> Iterator[None]:
             tracker.settle()
         raise
     finally:
-        show_reported()
         _sinks.pop(run.uid, None)
         if (tracker := _trackers.pop(run.uid, None)) is not None:
             tracker.stop()
@@ -83,16 +77,21 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     """Close an iteration: its report in the store, which MLflow then follows, and artifacts in Prefect."""
     reference = stage.report_iteration(run, iteration)
     manifests = stage.iteration_manifests(run, iteration)
-    _begun.clear()
+    if (tracker := tracker_of(run)) is not None:
+        tracker.update()
+        _link(run, tracker)
+    if (sinks := _sinks.get(run.uid)) is not None:
+        _artifacts.submit(sinks.update)
     sent = _artifacts.submit(copy_context().run, _show_iteration, run, iteration, manifests)
     sent.add_done_callback(partial(_log_failure, iteration))
+    if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
+        evaluation = run.stage(iteration, StageKind.EVALUATE).reference()
+        assert evaluation is not None, "its manifest is among the iteration's"
+        rollouts = read_rollouts(evaluation)[: run.config.tracking.conversations]
+        text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
+        create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
     announce("iteration", iteration=iteration, metrics=stage.iteration_metrics(manifests))
     return reference
-
-
-def show_reported() -> None:
-    """Send what shows the iterations that are reported. Called when the next one's flow run is made, or none will be."""
-    _begun.set()
 
 
 @task(name="summary", task_run_name="summary", **STAGE)
@@ -141,13 +140,6 @@ def tracker_of(run: Run) -> Tracker | None:
 
 
 def _show_iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> None:
-    _begun.wait(SHOWN_SECONDS)
-    if (tracker := opened_tracker(run)) is not None:
-        tracker.update()
-    if (sinks := _sinks.get(run.uid)) is not None:
-        sinks.update()
-    if tracker is not None:
-        _link(run, tracker)
     create_progress_artifact(
         key=_key(run, "progress"),
         progress=100 * iteration / run.config.iterations,
@@ -158,16 +150,9 @@ def _show_iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) ->
         markdown=iteration_page(run, iteration, manifests),
         description=f"Iteration {iteration}",
     )
-    if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
-        evaluation = run.stage(iteration, StageKind.EVALUATE).reference()
-        assert evaluation is not None, "its manifest is among the iteration's"
-        rollouts = read_rollouts(evaluation)[: run.config.tracking.conversations]
-        text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
-        create_markdown_artifact(key=_key(run, "conversations"), markdown=text)
 
 
 def _await_artifacts() -> None:
-    show_reported()
     with suppress(TimeoutError):
         _artifacts.submit(lambda: None).result(ARTIFACTS_SECONDS)
 
