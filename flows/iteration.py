@@ -22,7 +22,6 @@ from roundhouse.errors import StoreError
 from roundhouse.health.errors import Severity
 from roundhouse.health.policy import Course, Past, Step, after_failure, code_of, kind_of
 from roundhouse.stages.checkpoint import skip_after, skipped_in_a_row
-from roundhouse.stages.refit import begin_refit
 from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.manifest import Reference
@@ -99,9 +98,6 @@ class Synchronous:
         weights = refit(run, k, base)
         rollouts = collect(run, k, weights)
         yield validate(run, k, rollouts)
-        published = run.checkpoint(k).reference()
-        if published is not None and k < run.config.iterations:
-            begin_refit(run, published)  # while this iteration is reported and the next one's flow run is made
 
     def evaluation(self, k: int) -> AbstractContextManager[None]:
         return nullcontext()

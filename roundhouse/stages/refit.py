@@ -8,18 +8,13 @@ whatever way, leaves it awake.
 
 A refit is not a thing to skip because it was done before: the engine may have been restarted since. Only when the
 rollouts it is for are complete is there nothing to do.
-
-`begin_refit` lets the engine change while the run does something else. The stage that needs the version waits for that, and
-asks every replica again what it holds; where that is another version, or the refit failed, the stage refits itself.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,7 @@ from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
 from roundhouse.config.generation import IN_FLOW, IN_TRAINER, inflight_requests
 from roundhouse.config.models import KubernetesInfra
-from roundhouse.config.placement import engine_sleeps, reservation, served_generation, trainer_makes_room
+from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.generation.deployment import EngineService, ProcessEngine, RayServeEngine, ServeEndpoint
 from roundhouse.generation.exchange import refuse_unfit_engine
@@ -133,7 +128,6 @@ def engine_at(run: Run, version: int) -> str:
     checkpoint = run.checkpoint(version).reference()
     if checkpoint is None:
         raise StoreError(f"run {run.run_id} has no checkpoint of version {version}")
-    _begun_refit(run)
     engine = engine_service(run)
     if not _holds(engine, run, checkpoint):
         ensure_version(run, checkpoint, engine)
@@ -237,66 +231,6 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     return replicas
 
 
-def begin_refit(run: Run, checkpoint: Reference) -> None:
-    """Bring the engine to a version without waiting; no rollouts may be in flight. An engine that shares memory or process with
-    the trainer is left to the stage.
-
-    Raises:
-        LeaseLost: another process drives the run.
-    """
-    if engine_sleeps(run.config) or run.config.generation.backend in IN_FLOW:
-        return
-    run.refuse_lost_lease()
-    begun: Future[_Refitted] = Future()
-
-    def refit() -> None:
-        try:
-            engine = engine_service(run)
-            begun.set_result((checkpoint, engine, ensure_version(run, checkpoint, engine)))
-        except BaseException as error:  # noqa: BLE001 (border of a thread: the stage that waits refits, and meets the cause)
-            begun.set_exception(error)
-
-    _begun[run.uid] = begun
-    threading.Thread(
-        target=refit, name="refit", daemon=True
-    ).start()  # an engine that hangs must not keep a process that ends
-
-
-_Refitted = tuple[Reference, EngineService, Sequence[ReplicaReport]]
-_begun: dict[str, Future[_Refitted]] = {}
-"""The newest refit that was begun, by run uid."""
-
-
-def _begun_refit(run: Run) -> _Refitted | None:
-    """Wait for the refit that was begun; None where none was, or it failed."""
-    begun = _begun.get(run.uid)
-    if begun is None:
-        return None
-    while not wait([begun], timeout=1.0).done:  # a stage that hangs is interrupted between two calls only
-        pass
-    if (error := begun.exception()) is not None:
-        logger.warning("The refit that was begun has failed, and is repeated: %s", error)
-        del _begun[run.uid]
-        return None
-    return begun.result()
-
-
-def _brought_before(run: Run, checkpoint: Reference) -> tuple[EngineService, list[ReplicaReport]] | None:
-    """The engine and what its replicas report now, where a refit that was begun has brought these very replicas to this very
-    checkpoint; else None."""
-    refitted = _begun_refit(run)
-    if refitted is None or refitted[0] != checkpoint:
-        return None
-    engine, found = refitted[1], refitted[1].replicas()
-    return (engine, found) if _held_by(found) == _held_by(refitted[2]) else None
-
-
-def _held_by(replicas: Sequence[ReplicaReport]) -> dict[str, tuple[Any, ...]]:
-    return {
-        one.replica_id: (one.pid, one.application, one.ready, one.weights, one.digest, one.desired) for one in replicas
-    }
-
-
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
     """Id of the placement group in which the trainer has its place; None where none is reserved.
 
@@ -392,11 +326,8 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
     if done is not None and run.stage(iteration, StageKind.COLLECT).reference() is not None:
         return done
     attempt = run.begin(stage, policy_version=checkpoint.policy_version)
-    if (brought := _brought_before(run, checkpoint)) is not None:
-        engine, replicas = brought
-    else:
-        engine = engine_service(run)
-        replicas = ensure_version(run, checkpoint, engine)
+    engine = engine_service(run)
+    replicas = ensure_version(run, checkpoint, engine)
     if done is not None:
         return done
     return attempt.commit(
