@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from roundhouse.config.curriculum import Epochs
+from roundhouse.config.rollout import Epochs
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.curriculum import Curriculum, TaskHistory, build_curriculum, task_id_of
 from roundhouse.store.manifest import Reference

@@ -22,7 +22,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from roundhouse.config.curriculum import CurriculumConfig, CustomCurriculum, Epochs, SuccessBand
+from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs, SuccessBand
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.import_string import load_class
