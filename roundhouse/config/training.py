@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig
+from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig, OptimizerConfig
 from roundhouse.config.launchers import LauncherName
-from roundhouse.config.optimizer import OptimizerConfig
 from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, is_recorded
 
