@@ -23,12 +23,11 @@ from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.checks import refuse_unsound, with_correction
 from roundhouse.config.kubernetes import CollectorPods, TrainerPods
-from roundhouse.config.launchers import LAUNCHERS
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import SINKS
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
-from roundhouse.config.section import RECORDED, operational_keys
+from roundhouse.config.section import LAUNCHERS, RECORDED, operational_keys
 from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
 

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.environments import EnvironmentName
-from roundhouse.config.launchers import LauncherName
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, Target
+from roundhouse.config.section import Fraction, LauncherName, Operational, PositiveFloat, PositiveInt, Section, Target
 
 
 class Epochs(Section):

@@ -1,4 +1,4 @@
-"""The base of every configuration section, and the number types that sections share.
+"""The base of every configuration section, and the types of keys that sections share.
 
 Invariant: a section is frozen and closed to unknown keys, so that the digest of a run's configuration stays what it was
 when the run began.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -23,6 +23,24 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$")]
 """A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.import_string`)."""
+
+
+LAUNCHERS = {
+    "subprocess": "roundhouse.launch.subprocesses:SubprocessLauncher",
+    "ray": "roundhouse.launch.ray_actors:RayLauncher",
+    "kubernetes": "roundhouse.launch.kubernetes_jobs:KubernetesLauncher",
+}
+"""What starts programs elsewhere: classes by name (`roundhouse.launch.base.Launcher`); a run may name its own as
+`module:Class`."""
+
+
+def _known_launcher(name: str) -> str:
+    if name not in LAUNCHERS and ":" not in name:
+        raise ValueError(f"{name!r} is no launcher. Set it to {', '.join(LAUNCHERS)}, or module:Class.")
+    return name
+
+
+LauncherName = Annotated[str, AfterValidator(_known_launcher)]
 
 
 _MARK = {"operational": True}

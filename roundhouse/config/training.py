@@ -11,9 +11,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig, OptimizerConfig
-from roundhouse.config.launchers import LauncherName
 from roundhouse.config.secrets import VariableName
-from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, is_recorded
+from roundhouse.config.section import (
+    Fraction,
+    LauncherName,
+    Operational,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    is_recorded,
+)
 
 
 class TemplatedPolicy(Section):

@@ -11,7 +11,7 @@ passes on what it says, and ends it when it is not wanted any more.
     with open_launcher("subprocess", "train.service.launcher", run) as launcher:
         place = launcher.run(program, log.info, threading.Event())
 
-A launcher is one class, named in `roundhouse.config.launchers.LAUNCHERS` or by a run as `module:Class`.
+A launcher is one class, named in `roundhouse.config.section.LAUNCHERS` or by a run as `module:Class`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel
 
-from roundhouse.config.launchers import LAUNCHERS
+from roundhouse.config.section import LAUNCHERS
 from roundhouse.import_string import load_class
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
