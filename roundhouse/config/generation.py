@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
 TRANSPORTS = {
-    "store": "roundhouse.weight_sync.checkpoint:CheckpointTransport",
+    "store": "roundhouse.weight_sync.base:CheckpointTransport",
     "shared-memory": "roundhouse.weight_sync.shared_memory:SharedMemoryTransport",
     "delta": "roundhouse.weight_sync.delta:DeltaTransport",
     "adapter": "roundhouse.weight_sync.adapter:AdapterTransport",

@@ -36,8 +36,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_file, read_manifest
 from roundhouse.weight_sync.base import RunCheckpoint, load_transport
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.proof import proof_of, require_agreement
-from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport
+from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport, proof_of, require_agreement
 
 logger = logging.getLogger(__name__)
 

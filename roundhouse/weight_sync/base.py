@@ -9,7 +9,8 @@ is another node's, a delta was deleted or is damaged), the replica reads the che
     replica               fetch(source) -> a directory on its node                     or
                           receive(engine, source), past every file (`DirectTransport`)
 
-A transport is one class, named in `roundhouse.config.generation.TRANSPORTS` or by a run as `module:Class`.
+A transport is one class, named in `roundhouse.config.generation.TRANSPORTS` or by a run as `module:Class`. The one that the
+others fall back to, `store`, is here: it writes nothing, and no replica has to be up.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
 from roundhouse.import_string import load_class
+from roundhouse.store.manifest import WEIGHTS_DIGEST
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import InflightRequests
@@ -323,3 +325,15 @@ def _proved(
         raise
     seconds = {"fetch": fetched - started, "digest": time.perf_counter() - fetched}
     return FetchedWeights(directory, present, tensors, kind, seconds=seconds, entry=entry)
+
+
+class CheckpointTransport(WeightTransport):
+    """The transport `store`: the checkpoint's own files; from a bucket in parallel ranges, once a node."""
+
+    publishes_engine_format = False
+
+    @contextmanager
+    def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
+        from roundhouse.store.stage import read_manifest
+
+        yield Published(read_manifest(checkpoint.reference).details.get(WEIGHTS_DIGEST))

@@ -1,8 +1,11 @@
-"""What a replica is to hold, and what it reports to hold: the desired and the observed state.
+"""What a replica is to hold, what it reports to hold, and the proof that all replicas hold the same.
 
 Invariant: the desired state alone decides what a replica answers with. It grows newer by `request`, so that an older one that
 arrives late is ignored. Refit options change how the desired version arrives, never which it is: a replica that cannot follow
 them (it has just started, it holds another base) comes to the same version by the checkpoint.
+
+Replicas agree when the digests of their tensors are equal and the log-probabilities of the probe differ by no more than their
+number format can explain. A head left on old weights, the failure that the probe is for, is off by whole nats.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from roundhouse.config.generation import InflightRequests
+from roundhouse.errors import DeploymentFailed
 from roundhouse.weight_sync.base import parse_source
 
 SAMPLED = ("temperature", "top_p", "top_k")
@@ -146,3 +150,49 @@ def arguments_of(generation: dict[str, Any], model_dir: str, reserved: dict[str,
 def application_digest(arguments: dict[str, Any]) -> str:
     """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
     return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
+
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
+"""Nats by which replicas of one number format may differ on a token of the probe: batches, kernels and machines round
+differently."""
+
+
+def proof_of(replicas: Sequence[ReplicaReport]) -> dict[str, Any]:
+    """What is recorded of a refit: one replica's proof, which all were compared with."""
+    first = replicas[0]
+    return {"digest": first.digest, "tensors": first.tensors, "probe": first.probe}
+
+
+def require_agreement(replicas: Sequence[ReplicaReport], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
+    """All against the first, and against what was recorded of this version before.
+
+    Raises:
+        DeploymentFailed: names the replica that differs, and in what.
+    """
+    if not replicas:
+        raise DeploymentFailed("No replica answers after the refit. Look at the engine's log.")
+    if recorded is not None:
+        _require(replicas, recorded, dtype, "what was recorded of this version")
+    _require(replicas, proof_of(replicas), dtype, f"replica {replicas[0].replica_id}")
+
+
+def _require(replicas: Sequence[ReplicaReport], proof: Mapping[str, Any], dtype: str, against: str) -> None:
+    for replica in replicas:
+        if proof["digest"] is not None and replica.digest is not None and replica.digest != proof["digest"]:
+            raise DeploymentFailed(
+                f"Replica {replica.replica_id} loaded tensors of digest {replica.digest}, unlike {against}: {proof['digest']}. "
+                "Restart it."
+            )
+        off = difference(replica.probe, proof["probe"])
+        if off is not None and not off <= TOLERANCE[dtype]:
+            raise DeploymentFailed(
+                f"Replica {replica.replica_id} computes the probe's log-probabilities {off:.3g} nats off {against} "
+                f"({TOLERANCE[dtype]:g} are allowed in {dtype}). Restart it."
+            )
+
+
+def difference(one: Sequence[float] | None, other: Sequence[float] | None) -> float | None:
+    """The largest, in nats; None where there is nothing to compare."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)

@@ -21,8 +21,14 @@ from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
 from roundhouse.training.trainer import Trainer
-from roundhouse.weight_sync.proof import TOLERANCE, difference, proof_of, require_agreement
-from roundhouse.weight_sync.replica_state import RefitOptions, ReplicaReport
+from roundhouse.weight_sync.replica_state import (
+    TOLERANCE,
+    RefitOptions,
+    ReplicaReport,
+    difference,
+    proof_of,
+    require_agreement,
+)
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation.test_refit import assert_agrees, replies
 from tests.stages.test_checkpoint import trained

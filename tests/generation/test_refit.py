@@ -22,8 +22,7 @@ from roundhouse.generation import deployment
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.protocol import Completion
-from roundhouse.weight_sync.proof import require_agreement
-from roundhouse.weight_sync.replica_state import RefitOptions
+from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender
 from tests.generation import tiny

@@ -27,8 +27,7 @@ from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.weight_sync.proof import require_agreement
-from roundhouse.weight_sync.replica_state import RefitOptions
+from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender, TransferSource
 from tests.generation import tiny

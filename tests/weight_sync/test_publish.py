@@ -19,8 +19,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.weight_sync.base import FetchedWeights, Published, RunCheckpoint, fetch_weights, load_transport
 from roundhouse.weight_sync.cache import NodeCache
-from roundhouse.weight_sync.proof import require_agreement
-from roundhouse.weight_sync.replica_state import ReplicaReport
+from roundhouse.weight_sync.replica_state import ReplicaReport, require_agreement
 from roundhouse.weight_sync.shared_memory import SharedMemorySource, release_memory
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import make_model
