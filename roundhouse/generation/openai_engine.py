@@ -3,7 +3,7 @@ that takes a prompt of token IDs and returns token IDs with their log-probabilit
 
 Invariant: only token IDs go there, and only token IDs with log-probabilities come back. Conversations are rendered and tool
 calls read here, with the tokenizer of the policy, so the next prompt begins with exactly the tokens so far. A server that
-returns neither is refused at its start: what it answers could not be trained on, nor proved. (`text_engine` serves evaluations
+returns neither is refused at its start: what it answers could not be trained on, nor proved. (`TextEngine` serves evaluations
 and collections by such a server, `sglang_engine` everything by SGLang's own routes.)
 
     POST /v1/completions   prompt: [ids], return_token_ids, logprobs ──> token_ids, logprobs.token_logprobs
@@ -16,6 +16,7 @@ the server is taken to hold version 0, and no other is accepted.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -211,3 +212,53 @@ class OpenAIEngine:
         if reply.status_code >= 400:
             raise EngineUnreachable(f"{self._endpoint.url}{path} answered {reply.status_code}: {reply.text[:500]}")
         return reply.json() if reply.content else None
+
+
+logger = logging.getLogger(__name__)
+
+
+class TextEngine(OpenAIEngine):
+    """`Engine` over a server that returns text alone: `generation.endpoint.kind: text`.
+
+    Invariant: nothing that is answered here has log-probabilities, so nothing of it is trained on: training is refused before
+    it starts, and validation quarantines the rollouts. The prompt goes as the text of its tokens; the token IDs of an answer
+    are the policy's own tokenizer's reading of the text, not what the server drew, and its weights are not proved.
+
+        POST /v1/completions   prompt: "…", stop: ["<|im_end|>"] ──> text, finish_reason
+    """
+
+    async def start(self) -> None:
+        """As `OpenAIEngine.start`."""
+        await super().start()
+        logger.warning(
+            "%s returns text without log-probabilities (generation.endpoint.kind: text): it serves evaluations and "
+            "collections, no training, and which weights it holds is not proved.",
+            self._endpoint.url,
+        )
+
+    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
+        """See `OpenAIEngine.generate`; without log-probabilities."""
+        tokenizer = self._codec.tokenizer
+        body = {
+            "prompt": tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False),
+            "max_tokens": draw.max_tokens,
+            "temperature": draw.temperature,
+            "top_p": draw.top_p,
+            "stop": [tokenizer.convert_ids_to_tokens(stop) for stop in self._stops],
+        }
+        if draw.top_k is not None:
+            body["top_k"] = draw.top_k
+        if draw.seed is not None:
+            body["seed"] = draw.seed % SEEDS
+        choice = await self._complete(body)
+        text, ended = choice.get("text"), choice.get("finish_reason") != "length"
+        if not isinstance(text, str):
+            raise BadReply(f"It returned no text: {str(choice)[:200]}.")
+        ids = self._codec.encode(text) + [self._codec.end_of_turn_id] * ended
+        if not ids:
+            raise BadReply("It returned an empty text that is not at its end.")
+        return Generated(ids, [], "stop" if ended else "length")
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """None: the server has no log-probabilities."""
+        return []

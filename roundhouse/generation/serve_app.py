@@ -64,7 +64,7 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 
         return TrainerEngine(config, model_dir, codec)
     if config.backend == "tinker":
-        from roundhouse.generation.tinker_engine import TinkerEngine
+        from roundhouse.generation.trainer_engine import TinkerEngine
 
         return TinkerEngine(config, codec)
     if config.backend == "openai":
@@ -81,7 +81,7 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 def _engine_at_endpoint(config: GenerationConfig, codec: ChatCodec) -> Engine:
     assert config.endpoint is not None, "refused at load (config.generation)"
     if config.endpoint.kind == "text":
-        from roundhouse.generation.text_engine import TextEngine
+        from roundhouse.generation.openai_engine import TextEngine
 
         return TextEngine(config, codec)
     if config.endpoint.kind == "sglang":
