@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -35,7 +36,6 @@ from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
 from roundhouse.errors import InfraError
 from roundhouse.http.ports import HttpThread, describe_owner
 from roundhouse.infra.children import Children
-from roundhouse.infra.ray_cluster import start_cluster, with_token
 
 START_SECONDS = 300.0
 """Time limit from the first process to the last server's first answer."""
@@ -145,7 +145,7 @@ class GymServers:
         if self._options.ray and foreign and not tree.get("ray_head_node_address"):
             self._options.announce("starting the Ray cluster that foreign servers join")
             first = foreign[0]
-            self._foreign_environment = with_token({})
+            self._foreign_environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             tree["ray_head_node_address"] = await start_cluster(
                 self._children,
                 first.arguments[0],
@@ -279,6 +279,54 @@ class GymServers:
 
 def _named(endpoints: Mapping[str, str]) -> str:
     return ", ".join(f"{url} ({name})" for url, name in endpoints.items())
+
+
+_RAY_CLUSTER = "ray-cluster"
+_RAY_SCRIPT = """
+import os, pathlib, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+import ray
+ray.init(address="local", include_dashboard=False)
+place = pathlib.Path(sys.argv[1])
+place.with_suffix(".part").write_text(ray.get_runtime_context().gcs_address)
+os.replace(place.with_suffix(".part"), place)
+while True:
+    signal.pause()
+"""
+
+
+async def start_cluster(
+    children: Children, python: str, environment: Mapping[str, str], directory: Path, seconds: float
+) -> str:
+    """Start the Ray cluster that foreign servers share among `children`; its address.
+
+    Each of NeMo Gym's servers joins a cluster at its start, or starts one of its own. One serves all foreign servers of a
+    start, unless the configuration names another (`ray_head_node_address`). It runs in the Python of the first of them, since
+    all members of a cluster must have the same version of Ray. Only who has the token of this start can join it. Whatever
+    other cluster runs on the machine, or ran (Ray keeps the address of the last one, also of a dead one, and joins it where no
+    address is given), is not asked.
+
+    Raises:
+        InfraError: it ended, or has no address in time; with the end of its log.
+    """
+    log = children.log(_RAY_CLUSTER)
+    place = log.with_suffix(".address")
+    for left in (log, place):
+        left.unlink(missing_ok=True)
+    child = children.start(_RAY_CLUSTER, [python, "-c", _RAY_SCRIPT, str(place)], directory, environment)
+    deadline = time.monotonic() + seconds
+    while not place.exists():
+        if child.process.poll() is not None:
+            raise InfraError(
+                f"The Ray cluster of the foreign servers did not start. The end of {child.log}:\n{child.tail()}"
+            )
+        if time.monotonic() > deadline:
+            raise InfraError(
+                f"The Ray cluster of the foreign servers has no address after {seconds:g} s. The end of {child.log}:\n"
+                f"{child.tail()}"
+            )
+        await asyncio.sleep(LOOK_SECONDS)
+    return place.read_text()
 
 
 def run(
