@@ -1,7 +1,8 @@
 """What an iteration and a run cost, and what a run may use.
 
-Invariant: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. Why tokens are wasted
-stands in `trajectories.ledger`.
+Invariants: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. A judge without a
+price is named with its tokens and never counts as free; the run's own engine has none, since its GPUs are paid by the hour.
+Why tokens are wasted stands in `trajectories.ledger`.
 
 Budget:
 
@@ -20,14 +21,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig
+from roundhouse.config.operations import JudgePrice
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, RoundhouseError
-from roundhouse.stages.judge_tokens import JudgeTokens, add_judges, judge_money, judge_tokens, unpriced_judges
+from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 from roundhouse.store.lease import all_drivers
 from roundhouse.store.lineage import IDENTITY
 from roundhouse.store.location import AlreadyExists, Location, NotFound
@@ -47,6 +50,70 @@ _TOTAL_OF = {
     "cost/total": ("money", 1.0),
 }
 """Which total a metric adds to, and its unit in the metric's."""
+
+
+OWN_ENGINE, UNKNOWN_JUDGE = "the run's own engine", "an unknown judge"
+MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeTokens:
+    """Tokens that one model read and wrote as the judge of rubrics and audits."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+
+def judge_tokens(rollouts: pa.Table, environment: Mapping[str, Any]) -> dict[str, JudgeTokens]:
+    """What the judges of these rollouts used, by model; answers from the cache are not counted again.
+
+    Args:
+        rollouts: the `rollouts` dataset, or its columns `group_id` and `metrics`.
+        environment: the section by which they were judged, as JSON. Its rubric and its audit name the models; of a mixture,
+            those of the rollout's part.
+    """
+    parts = environment.get("environments")
+    found: dict[str, JudgeTokens] = {}
+    for row in rollouts.select(["group_id", "metrics"]).to_pylist():
+        metrics = dict(row["metrics"] or ())
+        own = environment if parts is None else parts.get(row["group_id"].partition("/")[0], {})
+        for section, prefix in PREFIXES.items():
+            prompt, completion = (metrics.get(f"{prefix}_{name}", 0.0) for name in (PROMPT_TOKENS, COMPLETION_TOKENS))
+            if prompt or completion:
+                add_judges(found, {_judge_of(own.get(section) or {}): JudgeTokens(prompt, completion)})
+    return found
+
+
+def _judge_of(section: Mapping[str, Any]) -> str:
+    judge = section.get("judge")
+    if judge is None:
+        return UNKNOWN_JUDGE
+    return OWN_ENGINE if judge.get("base_url") is None else str(judge["model"])
+
+
+def add_judges(totals: dict[str, JudgeTokens], more: Mapping[str, JudgeTokens]) -> None:
+    """Add the tokens of each model."""
+    for model, used in more.items():
+        before = totals.get(model, JudgeTokens())
+        totals[model] = JudgeTokens(before.prompt + used.prompt, before.completion + used.completion)
+
+
+def judge_money(used: Mapping[str, JudgeTokens], prices: Mapping[str, JudgePrice]) -> float:
+    """Of the judges that have a price."""
+    return sum(
+        (used[model].prompt * price.prompt + used[model].completion * price.completion) / MILLION
+        for model, price in prices.items()
+        if model in used
+    )
+
+
+def unpriced_judges(used: Mapping[str, JudgeTokens], prices: Mapping[str, JudgePrice]) -> dict[str, float]:
+    """Tokens, prompt and completion together, by the models without a price."""
+    return {
+        model: each.prompt + each.completion
+        for model, each in used.items()
+        if model not in prices and model != OWN_ENGINE
+    }
 
 
 def iteration_cost(
