@@ -11,27 +11,42 @@ Invariants
 The demonstrations mix right and wrong procedures (`good_fraction`), and the policy learns the mixture: it can do each step of
 the task, and takes the right ones about as often as they were shown. That is what makes it a starting point for training by
 reward. Measured recipes: docs/policies.md.
+
+A warm start that was made before on this machine is copied, not trained:
+
+    <state>/cache/warm-starts/<digest>/report.json, files/
+
+An entry is stored under the digest of everything that determines its bytes: the recipe, the seed, the demonstrations as text,
+this package's code, the libraries, the processor and the number of threads. It is complete or absent (renamed into place), and
+a copy is used only if every file has the digest that was written down. So runs may share the directory at the same time: of two
+that make the same policy one's stays, and a lost or damaged entry is made again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
+import platform
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import without_demonstrations
 from roundhouse.environments.base import TaskSource
 from roundhouse.errors import StoreError
 from roundhouse.fast_imports import lean_transformers
-from roundhouse.policy import warm_start_cache
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
+from roundhouse.store.manifest import sha256
 from roundhouse.trajectories.records import derive_seed
 
 if TYPE_CHECKING:
@@ -39,12 +54,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-
+KEPT = 8
+"""Entries of the cache; the oldest go. One is some megabytes."""
 MAX_POSITIONS = 4096
 MIN_DEMONSTRATIONS, MAX_DEMONSTRATIONS = 2048, 8192
 """As many demonstrations are made as training takes, within these bounds: the tokenizer needs the first, and longer training
@@ -111,8 +122,8 @@ def make_starting_policy(
     started = time.monotonic()
     seed = seed if config.seed is None else config.seed
     texts = _texts(config, environment, seed)
-    entry = None if cache is None else cache / warm_start_cache.digest_of(config, seed, texts)
-    if entry is not None and (known := warm_start_cache.take(entry, directory)) is not None:
+    entry = None if cache is None else cache / recipe_digest(config, seed, texts)
+    if entry is not None and (known := take_cached(entry, directory)) is not None:
         return WarmStartReport(**{**known, "reused": True})
     tokenizer = train_tokenizer(texts[:MIN_DEMONSTRATIONS])
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
@@ -131,7 +142,7 @@ def make_starting_policy(
         seconds=time.monotonic() - started,
     )
     if entry is not None:
-        warm_start_cache.keep(directory, asdict(report), entry)
+        keep_cached(directory, asdict(report), entry)
     return report
 
 
@@ -293,3 +304,57 @@ def _write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, director
             logging.enable_progress_bar()
     tokenizer.save_pretrained(partial)
     partial.replace(directory)
+
+
+def recipe_digest(config: WarmStartPolicy, seed: int, texts: Sequence[str]) -> str:
+    """Of all that decides which bytes a warm start writes."""
+    import torch
+
+    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    facts = {
+        "config": config.model_dump(mode="json") | {"seed": seed},
+        "code": sha256(code),
+        "libraries": [version(name) for name in ("torch", "transformers", "tokenizers", "safetensors")],
+        "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for text in texts:
+        digest.update(sha256(text.encode()).encode())
+    return digest.hexdigest()[:32]
+
+
+def take_cached(entry: Path, directory: Path) -> dict[str, Any] | None:
+    """Copy an entry into a new directory; its report, or None where there is none that is whole."""
+    partial = directory.with_name(directory.name + ".cached")
+    try:
+        record = json.loads((entry / "report.json").read_text())
+        shutil.copytree(entry / "files", partial)
+        if _digests(partial) == record["files"]:
+            partial.replace(directory)
+            report: dict[str, Any] = record["report"]
+            return report
+    except (OSError, ValueError, KeyError):
+        pass  # not there, or not whole
+    shutil.rmtree(partial, ignore_errors=True)
+    return None
+
+
+def keep_cached(directory: Path, report: dict[str, Any], entry: Path) -> None:
+    """Add a warm start under its digest, and let the oldest go. A directory that cannot be written is no reason to fail."""
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=entry.parent, prefix=".partial-"))
+        shutil.copytree(directory, partial / "files")
+        (partial / "report.json").write_text(json.dumps({"report": report, "files": _digests(partial / "files")}))
+        shutil.rmtree(entry, ignore_errors=True)  # a damaged one, or an equal one of another run
+        try:
+            partial.rename(entry)
+        except OSError:  # another run was quicker
+            shutil.rmtree(partial, ignore_errors=True)
+        entries = sorted(entry.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        for old in entries[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {file.name: sha256(file.read_bytes()) for file in sorted(directory.iterdir())}

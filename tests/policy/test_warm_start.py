@@ -13,7 +13,7 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import Calculator, GuessNumber, Sort
 from roundhouse.environments.base import Environment
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.policy import warm_start, warm_start_cache
+from roundhouse.policy import warm_start
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
 from roundhouse.policy.warm_start import MIN_DEMONSTRATIONS, WarmStartReport, encode, make_starting_policy
 from roundhouse.rollout.responses import chat_tools
@@ -227,7 +227,7 @@ def test_runs_that_make_the_same_warm_start_at_the_same_time_leave_one_whole_ent
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "a")
     entry = tmp_path / "cache/digest"
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: warm_start_cache.keep(tmp_path / "a", {"steps": 4}, entry), range(32)))
+        list(pool.map(lambda _: warm_start.keep_cached(tmp_path / "a", {"steps": 4}, entry), range(32)))
     assert [each.name for each in entry.parent.iterdir()] == ["digest"]
-    assert warm_start_cache.take(entry, tmp_path / "b") == {"steps": 4}
+    assert warm_start.take_cached(entry, tmp_path / "b") == {"steps": 4}
     assert digests(tmp_path / "b") == digests(tmp_path / "a")
