@@ -18,11 +18,11 @@ from roundhouse.collection.collector import (
     open_collector,
     refuse_many_failures,
 )
-from roundhouse.collection.task_history import recorded_draw
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import template_in
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
+from roundhouse.rollout.curriculum import recorded_draw
 from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, sample_rounds
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files

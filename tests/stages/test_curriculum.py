@@ -17,8 +17,8 @@ import orjson
 import pytest
 
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.task_history import recorded_draw
 from roundhouse.config.loading import parse_config
+from roundhouse.rollout.curriculum import recorded_draw
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.store.manifest import Reference

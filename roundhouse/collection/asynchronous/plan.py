@@ -16,9 +16,9 @@ from functools import lru_cache
 
 from roundhouse.collection.asynchronous.bound import StalenessBound
 from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.task_history import RecordedDraw, recorded_draw
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, round_tasks
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
