@@ -4,6 +4,10 @@ Invariant: `roundhouse_load` returns only when the model computes with the new w
 vLLM packs every linear layer into a oneDNN kernel and frees the weights, and its reload leaves the head of a model with
 tied embeddings on the old kernel without an error. So each packed layer is asked to multiply a random vector, and the
 product is compared with the checkpoint's.
+
+The module also adds a weight-transfer engine that needs no GPU: tensors come by Gloo, and are loaded as vLLM's `nccl` engine
+loads them. It differs from that engine in name and time limits alone: the same steps (init, start, update, finish, shutdown)
+with the same names of their arguments.
 """
 
 from __future__ import annotations
@@ -14,16 +18,29 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from roundhouse.weight_sync import vllm_gloo
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, own_address
 from roundhouse.weight_sync.tensor_files import DIGEST_THREADS, iterate, torch_digest, weight_files
 
 PROBED_LAYERS = 2
 """Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
 
 PARENT_WATCH_SECONDS = 1.0
+
+GLOO = "gloo"
+"""vLLM's name of the weight-transfer engine that this module adds."""
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 """Relative to the size of the product. A layer left on other weights is off by about 1."""
@@ -47,7 +64,6 @@ def _end_with_parent() -> None:
 
 
 _end_with_parent()
-vllm_gloo.register()
 
 
 class StaleWeights(RuntimeError):
@@ -257,3 +273,84 @@ def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -
     if not float((got - expected).abs().max()) <= bound:
         raise StaleWeights(f"{name} does not compute with the weights that were loaded.")
     return True
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):
+    """How a worker finds its group. Fields that `nccl` has too mean the same."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """Rank of this engine's first worker."""
+    world_size: int
+    packed_buffer_size_bytes: int = BATCH_BYTES
+    group: str
+    """Prefix of this group's keys in the store at `master_address`."""
+    seconds: float
+    """Time limit of the meeting, and of each batch."""
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """What comes, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """A worker's end."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    _group: GlooGroup | None = None
+    _bound = BATCH_BYTES
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        limit = timedelta(seconds=init_info.seconds)
+        address, port = init_info.master_address, init_info.master_port
+        store = TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+        # The rank as vLLM's nccl engine counts it: over data-parallel engines, then over the workers of one.
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        own = own_address(address, port)
+        self._bound = init_info.packed_buffer_size_bytes
+        self._group = GlooGroup(PrefixStore(init_info.group, store), rank, init_info.world_size, own, init_info.seconds)
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        if self._group is None:
+            raise RuntimeError("There is no group to receive weights from. Call init_transfer_engine first.")
+        given = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        described = [Described(name, dtype, tuple(shape)) for name, dtype, shape in given]
+        with disable_mtp_completeness_check():
+            for tensors in self._group.receive(described, self._bound):
+                self.model.load_weights(tensors)  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._group = None
+
+
+if GLOO not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(GLOO, GlooWeightTransferEngine)
