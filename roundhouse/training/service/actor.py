@@ -24,7 +24,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
 from roundhouse.errors import InfraError
 from roundhouse.training.service import protocol
-from roundhouse.training.service.files import TransferredFile, write_checked
+from roundhouse.training.service.protocol import TransferredFile, write_checked
 from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.wire import ChannelService
 

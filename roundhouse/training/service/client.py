@@ -20,7 +20,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.errors import DataError, InfraError
 from roundhouse.retry import Backoff
 from roundhouse.training.service import protocol
-from roundhouse.training.service.files import CHUNK, TransferredFile, write_checked
+from roundhouse.training.service.protocol import CHUNK, TransferredFile, write_checked
 from roundhouse.training.service.wire import ChannelService
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ import numpy as np
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.files import TransferredFile, inside, list_files, write_checked, write_checked_async
 from roundhouse.training.service.protocol import (
     ARRAYS,
     CallReply,
@@ -35,8 +34,13 @@ from roundhouse.training.service.protocol import (
     OptimStep,
     SavedCursor,
     SaveDirectory,
+    TransferredFile,
+    inside,
+    list_files,
     parse,
     refusal,
+    write_checked,
+    write_checked_async,
 )
 from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.service.wire import pack, unpack

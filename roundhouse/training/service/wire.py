@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.training.checkpoint import CRITIC_DIRECTORY, Cursor
 from roundhouse.training.service import protocol
-from roundhouse.training.service.files import TransferredFile, inside, list_files
+from roundhouse.training.service.protocol import TransferredFile, inside, list_files
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 
 T = TypeVar("T")

@@ -14,8 +14,15 @@ from safetensors.numpy import load, save
 from roundhouse.errors import DataError
 from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.loss import Share
-from roundhouse.training.service.files import inside
-from roundhouse.training.service.protocol import CallLog, CallRefused, CallReply, LeaseHeld, SessionLease, SessionLost
+from roundhouse.training.service.protocol import (
+    CallLog,
+    CallRefused,
+    CallReply,
+    LeaseHeld,
+    SessionLease,
+    SessionLost,
+    inside,
+)
 from roundhouse.training.service.verbs import Gradient, LossBatch, TokenBatch
 from roundhouse.training.service.wire import pack, unpack
 
