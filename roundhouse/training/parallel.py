@@ -192,14 +192,7 @@ def join(
             )
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
-        try:
-            backend = "nccl" if device == "cuda" else "gloo"
-            if (store := _store_on_loopback(ranks, timeout)) is None:
-                distributed.init_process_group(backend, timeout=timeout)
-            else:
-                distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=size, timeout=timeout)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InfraError(f"Rank {ranks.rank} of {size} did not find its peers: {error}") from error
+        _meet(ranks, "nccl" if device == "cuda" else "gloo", timeout)
     if tensor_parallel > 1 or data_parallel_replicate > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -213,6 +206,21 @@ def join(
         group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timeout)
         ranks = replace(ranks, context=Context.of(ranks.rank // tensor_parallel % context_parallel, group))
     return ranks
+
+
+def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:
+    """Begin the group of all processes; InfraError where they do not come within the time."""
+    import torch.distributed as distributed
+
+    try:
+        if (store := _store_on_loopback(ranks, timeout)) is None:
+            distributed.init_process_group(backend, timeout=timeout)
+        else:
+            distributed.init_process_group(
+                backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InfraError(f"Rank {ranks.rank} of {ranks.size} did not find its peers: {error}") from error
 
 
 def _store_on_loopback(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
