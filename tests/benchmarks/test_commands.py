@@ -37,6 +37,7 @@ BY_MAKE = {
     "bench-async": "--iterations 3 --seeds 1",
     "bench-overlap": "--iterations 2 --median 0.5",
     "bench-overhead": "--iterations 3 --set policy.steps=20 rollout.prompts_per_iteration=4",
+    "bench-hacking": "--seeds 1 --iterations 1 --set policy.steps=20 rollout.prompts_per_iteration=4",
     "bench-delta": "--hidden 64 --layers 2 --steps 1 --groups 1",
     "bench-refit": "--refits 3 --callers 2 --hidden 64 --layers 2 --repeats 1 --backend transformers",
     "bench-checkpoint": "--gigabytes 0.2 --shard-mib 64",

@@ -55,7 +55,7 @@ def _application(engine: TransformersEngine, name: str, key: str) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: dict[str, Any]) -> dict[str, Any]:
-        draw = Draw(body["max_tokens"], body["temperature"], body.get("top_p", 1.0), None, body.get("seed"))
+        draw = Draw(body["max_tokens"], body.get("temperature", 1.0), body.get("top_p", 1.0), None, body.get("seed"))
         answer = await engine.generate(body["prompt"], draw)
         choice: dict[str, Any] = {
             "token_ids": answer.token_ids,

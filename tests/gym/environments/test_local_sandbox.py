@@ -141,12 +141,12 @@ async def test_a_command_that_waits_is_killed_at_its_time_limit() -> None:
     await sandbox.close()
 
 
-BOMB = "bomb() { bomb | bomb & }; bomb; echo thrown; wait"
+BOMB = "bomb() { bomb | bomb & }; bomb; while :; do sleep 1000 & done"  # the loop lasts until nothing more can start
 
 
 async def test_a_fork_bomb_stays_within_its_count_and_nothing_of_it_is_left(sandbox: Sandbox) -> None:
     result = await sandbox.run(BOMB)
-    assert "Cannot fork" in result.output or result.truncated or result.timed_out
+    assert "Cannot fork" in result.output
     assert await sandbox.run("echo fine") == CommandResult(0, "fine\n")
     [inside] = processes(sandbox)[1:]
     assert inside.children() == []
