@@ -39,9 +39,8 @@ from roundhouse.generation.protocol import (
 )
 from roundhouse.generation.transformers_engine import OpenAIRoutes
 from roundhouse.generation.vllm_engine import WORKER_EXTENSION
+from roundhouse.trajectories.records import SEEDS
 
-SEEDS = 2**31
-"""The server is given a seed below it."""
 TOKENS = "return_token_ids"
 
 

@@ -24,8 +24,9 @@ from typing import Any
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.openai_engine import SEEDS, OpenAIEngine
+from roundhouse.generation.openai_engine import OpenAIEngine
 from roundhouse.generation.protocol import BadReply, Draw, EnginePoisoned, EngineUnreachable, Generated
+from roundhouse.trajectories.records import SEEDS
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from roundhouse.generation.transformers_engine import (
 from roundhouse.store.manifest import WEIGHTS_DIGEST
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.service.verbs import TrainService
+from roundhouse.trajectories.records import SEEDS
 from roundhouse.weight_sync.base import (
     DirectTransport,
     Published,
@@ -199,10 +200,6 @@ class TrainerGeneration(ListGeneration):
         if self._model is None:
             raise ConfigError("The trainer does not generate yet: call prepare_for_generation first.")
         return generate_batch(self._model, prompts, draws, self.tokenized.stop_token_ids)
-
-
-SEEDS = 2**31
-"""The service is given a seed below it."""
 
 
 class TinkerEngine(LentEngine):

@@ -266,8 +266,8 @@ def _hacked(config: AlertsConfig, history: Sequence[Metrics]) -> Alert | None:
         if tail(audited, refused, limit) < DOUBT:
             return Alert(
                 "reward_hacking",
-                f"The audit refused {refused} of {audited} rewarded rollouts, more than {limit:.0%} of them by chance "
-                "(alerts.audit_refused_above): the policy may be rewarded without doing the task.",
+                f"The audit refused {refused} of {audited} rewarded rollouts: with 99.9 % confidence more than {limit:.0%} of "
+                "all (alerts.audit_refused_above), so the policy may be rewarded without doing the task.",
             )
     return None
 

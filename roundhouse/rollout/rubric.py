@@ -58,12 +58,10 @@ from roundhouse.rollout.protocol import (
     call_verifier,
 )
 from roundhouse.store.location import AlreadyExists, Location, NotFound
-from roundhouse.trajectories.records import Rollout, Status, derive_seed
+from roundhouse.trajectories.records import SEEDS, Rollout, Status, derive_seed
 
 log = logging.getLogger(__name__)
 
-SEEDS = 2**31
-"""How many seeds `derive_seed` draws from."""
 CALLS, CACHED, PROMPT_TOKENS, COMPLETION_TOKENS = "calls", "cached", "prompt_tokens", "completion_tokens"
 VERSION = "policy_version"
 """The oldest version of the run's own engine that answered."""

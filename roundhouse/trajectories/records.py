@@ -201,13 +201,17 @@ class GrowingDigest:
         return self._hash.hexdigest()[:16]
 
 
+SEEDS = 2**31
+"""How many seeds there are; servers take no larger ones."""
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2**31) from named parts, e.g. (run seed, iteration, group, sample, turn).
 
     The same parts give the same seed on every machine; different parts give unrelated ones.
     """
     text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") & 0x7FFFFFFF
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % SEEDS
 
 
 SPREAD_TOLERANCE = 1e-9
