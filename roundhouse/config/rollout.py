@@ -26,7 +26,7 @@ class Epochs(Section):
     kind: Literal["epochs"] = "epochs"
 
 
-class Recent(Section):
+class RecentRewards(Section):
     """What all kinds share that look at recent rewards."""
 
     window: PositiveInt = 50
@@ -34,7 +34,7 @@ class Recent(Section):
     unseen again; so many iterations should draw as many groups as there are tasks."""
 
 
-class SuccessBand(Recent):
+class SuccessBand(RecentRewards):
     """Prefer tasks whose recent success rate lies in a band: the others' groups hardly have spread, and teach little."""
 
     kind: Literal["success_band"]
@@ -65,7 +65,7 @@ class SuccessBand(Recent):
         return self
 
 
-class CustomCurriculum(Recent):
+class CustomCurriculum(RecentRewards):
     """A curriculum of your own, imported by name."""
 
     kind: Literal["custom"]

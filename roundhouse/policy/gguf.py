@@ -34,6 +34,7 @@ from typing import Any
 
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import ChatTemplate
+from roundhouse.store.location import file_digest, file_digests
 from roundhouse.store.manifest import sha256
 
 MAGIC = b"GGUF"
@@ -137,7 +138,7 @@ def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: No
     check_gguf(file)
     on_progress(f"checking {file.name}")
     facts = {
-        "gguf": sha256(file.read_bytes()),
+        "gguf": file_digest(file),
         "code": sha256(Path(__file__).read_bytes()),
         "libraries": [version(name) for name in ("torch", "transformers", "gguf", "safetensors")],
     }
@@ -152,7 +153,7 @@ def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: No
     try:
         _convert(file, partial / "files", on_progress)
         seconds = time.monotonic() - started
-        digests = _digests(partial / "files")
+        digests = file_digests(partial / "files")
         (partial / "report.json").write_text(json.dumps({**report, "seconds": seconds, "files": digests}))
         try:
             partial.rename(entry)
@@ -168,13 +169,9 @@ def _whole(entry: Path) -> float | None:
     """The seconds that an entry took to make; None where there is none that is whole."""
     try:
         record = json.loads((entry / "report.json").read_text())
-        return float(record["seconds"]) if _digests(entry / "files") == record["files"] else None
+        return float(record["seconds"]) if file_digests(entry / "files") == record["files"] else None
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _digests(directory: Path) -> dict[str, str]:
-    return {file.name: sha256(file.read_bytes()) for file in sorted(directory.iterdir())}
 
 
 def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:

@@ -46,6 +46,7 @@ from roundhouse.errors import StoreError
 from roundhouse.fast_imports import lean_transformers
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
+from roundhouse.store.location import file_digests
 from roundhouse.store.manifest import sha256
 from roundhouse.trajectories.records import derive_seed
 
@@ -329,7 +330,7 @@ def take_cached(entry: Path, directory: Path) -> dict[str, Any] | None:
     try:
         record = json.loads((entry / "report.json").read_text())
         shutil.copytree(entry / "files", partial)
-        if _digests(partial) == record["files"]:
+        if file_digests(partial) == record["files"]:
             partial.replace(directory)
             report: dict[str, Any] = record["report"]
             return report
@@ -345,7 +346,7 @@ def keep_cached(directory: Path, report: dict[str, Any], entry: Path) -> None:
         entry.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=entry.parent, prefix=".partial-"))
         shutil.copytree(directory, partial / "files")
-        (partial / "report.json").write_text(json.dumps({"report": report, "files": _digests(partial / "files")}))
+        (partial / "report.json").write_text(json.dumps({"report": report, "files": file_digests(partial / "files")}))
         shutil.rmtree(entry, ignore_errors=True)  # a damaged one, or an equal one of another run
         try:
             partial.rename(entry)
@@ -354,7 +355,3 @@ def keep_cached(directory: Path, report: dict[str, Any], entry: Path) -> None:
         entries = sorted(entry.parent.iterdir(), key=lambda each: each.stat().st_mtime)
         for old in entries[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _digests(directory: Path) -> dict[str, str]:
-    return {file.name: sha256(file.read_bytes()) for file in sorted(directory.iterdir())}

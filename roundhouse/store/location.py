@@ -89,6 +89,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def file_digests(directory: Path) -> dict[str, str]:
+    """Of a local directory's files by name: an entry of a cache is whole when they equal those it was stored with."""
+    return {file.name: file_digest(file) for file in sorted(directory.iterdir())}
+
+
 class Location:
     """A directory by URI: a local path, file:///path or s3://bucket/prefix.
 
