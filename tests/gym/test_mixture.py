@@ -24,7 +24,8 @@ from roundhouse.stages.preflight import refuse_unready
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says
-from tests.stages.test_collect import ScriptedEngine, engine  # noqa: F401 - a fixture
+from tests.stages.scripted_engine import ScriptedEngine
+from tests.stages.test_collect import engine  # noqa: F401 - a fixture
 
 CALC, WORDS = {"kind": "calculator"}, {"kind": "sort", "digits": 4}
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from roundhouse.config.loading import parse_config
@@ -26,40 +23,18 @@ from roundhouse.store.stage import read_table
 from roundhouse.trajectories.records import Rollout
 from tests.generation.tiny import make_model
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config
-from tests.stages.test_collect import ScriptedAnswer, ScriptedEngine
+from tests.stages.scripted_engine import ScriptedEngine
 
 CALC, WORDS, NUMBERS = {"kind": "calculator"}, {"kind": "sort", "digits": 4}, {"kind": "guess_number", "guesses": 99}
 
 
-class Recording(ScriptedAnswer):
-    """Keeps what it is asked."""
-
-    server: RecordingEngine
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append(orjson.loads(body))
-        self.rfile = io.BytesIO(body)
-        super().do_POST()
-
-
-class RecordingEngine(ScriptedEngine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests: list[dict[str, Any]] = []
-        self.RequestHandlerClass = Recording
-
-
 @pytest.fixture
-def engine() -> Iterator[RecordingEngine]:
-    server = RecordingEngine()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine().serving() as server:
+        yield server
 
 
-def asked(engine: RecordingEngine) -> dict[str, set[tuple[int, str]]]:
+def asked(engine: ScriptedEngine) -> dict[str, set[tuple[int, str]]]:
     """By environment, the limits of a call that the engine saw, with the system prompt."""
     seen: dict[str, set[tuple[int, str]]] = {}
     for request in engine.requests:
@@ -71,7 +46,7 @@ def asked(engine: RecordingEngine) -> dict[str, set[tuple[int, str]]]:
 
 
 def test_the_engine_is_asked_within_the_limits_of_the_tasks_environment_and_validation_holds_to_them(
-    tmp_path: Path, engine: RecordingEngine
+    tmp_path: Path, engine: ScriptedEngine
 ) -> None:
     environments = {"calc": CALC, "words": WORDS}
     own = {"max_new_tokens": 1, "system_prompt": "Digits alone."}

@@ -23,7 +23,8 @@ from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import error_of
-from tests.stages.test_collect import ScriptedEngine, engine  # noqa: F401 - a fixture
+from tests.stages.scripted_engine import ScriptedEngine
+from tests.stages.test_collect import engine  # noqa: F401 - a fixture
 
 T = TypeVar("T")
 LIMIT = 1.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,63 +25,15 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.trajectories.records import Status
 from tests.generation.tiny import make_model
+from tests.stages.scripted_engine import ScriptedEngine
 
 ROLLOUTS = 12
 
 
-class ScriptedEngine(ThreadingHTTPServer):
-    """Answers every conversation with the same sentence; after `healthy` answers, with 500."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), ScriptedAnswer)
-        self.answered: list[int] = []
-        self.healthy = 10**6
-        self.log_prob = -0.5
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class ScriptedAnswer(BaseHTTPRequestHandler):
-    server: ScriptedEngine
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if len(self.server.answered) >= self.server.healthy:
-            return self._send(500, {"detail": "out of order"})
-        self.server.answered.append(request["seed"])
-        message = {
-            "role": "assistant",
-            "content": "The answer is 7.",
-            "prompt_token_ids": [1, 2, 3],
-            "generation_token_ids": [4, 5],
-            "generation_log_probs": [self.server.log_prob] * 2,
-        }
-        return self._send(200, {"choices": [{"message": message, "finish_reason": "stop"}], "policy_version": 0})
-
-    def _send(self, status: int, body: dict) -> None:
-        data = orjson.dumps(body)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    server = ScriptedEngine()
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ScriptedEngine().serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -112,7 +62,7 @@ def test_an_interrupted_collection_keeps_what_finished_and_makes_only_the_rest(
     assert run.stage(1, "collect").reference() is None
     engine.healthy = 10**6
     reference = collect_iteration(run, 1, weights, engine.url)
-    assert len(engine.answered) == len(set(engine.answered)) == ROLLOUTS, "each rollout was generated once"
+    assert len(engine.seeds) == len(set(engine.seeds)) == ROLLOUTS, "each rollout was generated once"
     rollouts = read_rollouts(reference)
     assert len({rollout.rollout_id for rollout in rollouts}) == len(rollouts) == ROLLOUTS
     assert all(rollout.status is Status.COMPLETED for rollout in rollouts)
@@ -157,7 +107,7 @@ def test_an_offline_dataset_lies_outside_the_run_and_is_collected_once(
     reference = collect_dataset(run, "nightly", TaskDraw(3), weights, engine.url)
     assert reference.uri.endswith("/datasets/nightly/v000000-i000003")
     assert collect_dataset(run, "nightly", TaskDraw(3), weights, engine.url) == reference
-    assert len(engine.answered) == ROLLOUTS
+    assert len(engine.seeds) == ROLLOUTS
 
 
 def test_the_tasks_of_a_run_are_those_that_fit_in_the_order_and_for_the_passes_that_are_configured(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,41 +26,27 @@ from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.playground import written
-from tests.stages.test_dynamic_sampling import HardTasks, SortedSometimes
+from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
+from tests.stages.test_dynamic_sampling import sorted_sometimes
 
 TASKS, GROUP, ITERATIONS = 3, 4, 4
 
 
-class KillsItsClient(SortedSometimes):
+class KillingEngine(ScriptedEngine):
     """Before its answer number `healthy`, it kills the process that asks, and is healthy from then on."""
 
-    server: KillingEngine
-
-    def do_POST(self) -> None:
-        if len(self.server.seeds) < self.server.healthy:
-            return super().do_POST()
-        self.server.healthy = 10**6
-        self.server.victim.kill()
-        self.server.victim.wait()
-        return None
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            super().handle()
-
-
-class KillingEngine(HardTasks):
     victim: subprocess.Popen[bytes]
+
+    def fail(self, answer: ScriptedAnswer) -> None:
+        self.healthy = 10**6
+        self.victim.kill()
+        self.victim.wait()
 
 
 @pytest.fixture
 def engine() -> Iterator[KillingEngine]:
-    server = KillingEngine()
-    server.RequestHandlerClass = KillsItsClient
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with KillingEngine(sorted_sometimes).serving() as server:
+        yield server
 
 
 def settings(store: Path, **keys: Any) -> dict[str, Any]:
@@ -133,7 +117,7 @@ def test_a_run_that_was_killed_draws_and_makes_byte_for_byte_what_it_would_have_
 ) -> None:
     alone = iterate(open_run(parse_config(settings(tmp_path / "alone"))), engine.url)
     everything = sorted(engine.seeds)
-    engine.seeds.clear()
+    engine.requests.clear()
     engine.healthy = 2 * TASKS * GROUP + 5  # amid iteration 3
     tree = settings(tmp_path / "killed")
     command = [sys.executable, "-c", COLLECTING, json.dumps(tree), engine.url]

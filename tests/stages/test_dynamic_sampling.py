@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from pydantic import ValidationError
 
@@ -25,63 +22,22 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_part, read_table
 from roundhouse.trajectories.records import Rollout, Status, groups_with_spread
+from tests.stages.scripted_engine import ScriptedEngine
 
 TASKS, GROUP = 3, 4
 
 
-class HardTasks(ThreadingHTTPServer):
+def sorted_sometimes(request: dict[str, Any]) -> str:
     """Sorts the digits for an even seed, and never when the first digit is odd: those groups have no spread."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), SortedSometimes)
-        self.seeds: list[int] = []
-        self.healthy = 10**6
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class SortedSometimes(BaseHTTPRequestHandler):
-    server: HardTasks
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if len(self.server.seeds) >= self.server.healthy:
-            return self._send(500, {"detail": "out of order"})
-        self.server.seeds.append(request["seed"])
-        digits = [word for word in request["messages"][-1]["content"].replace(".", "").split() if word.isdigit()]
-        right = int(digits[0]) % 2 == 0 and request["seed"] % 2 == 0
-        message = {
-            "role": "assistant",
-            "content": " ".join(sorted(digits) if right else digits[::-1]),
-            "prompt_token_ids": [1, 2, 3],
-            "generation_token_ids": [4, 5],
-            "generation_log_probs": [-0.5] * 2,
-        }
-        return self._send(200, {"choices": [{"message": message, "finish_reason": "stop"}], "policy_version": 0})
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = orjson.dumps(body)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    digits = [word for word in request["messages"][-1]["content"].replace(".", "").split() if word.isdigit()]
+    right = int(digits[0]) % 2 == 0 and request["seed"] % 2 == 0
+    return " ".join(sorted(digits) if right else digits[::-1])
 
 
 @pytest.fixture
-def engine() -> Iterator[HardTasks]:
-    server = HardTasks()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(sorted_sometimes).serving() as server:
+        yield server
 
 
 def _run(store: str, monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> tuple[Run, Reference]:
@@ -94,7 +50,7 @@ def _run(store: str, monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> tuple[
 
 
 def test_rounds_go_on_until_enough_groups_have_spread_and_only_those_are_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     run, weights = _run(str(tmp_path), monkeypatch)
     reference = collect_iteration(run, 1, weights, engine.url)
@@ -122,12 +78,12 @@ def test_rounds_go_on_until_enough_groups_have_spread_and_only_those_are_trained
 
 
 def test_an_interrupted_sampling_goes_through_the_same_rounds_and_generates_only_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     run, weights = _run(f"{tmp_path}/a", monkeypatch)
     whole = collect_iteration(run, 1, weights, engine.url)
     made = len(engine.seeds)
-    engine.seeds.clear()
+    engine.requests.clear()
     engine.healthy = TASKS * GROUP + 3  # the second round is interrupted
     run, weights = _run(f"{tmp_path}/b", monkeypatch)
     with pytest.raises(InfraError, match="out of order"):
@@ -144,7 +100,7 @@ def test_an_interrupted_sampling_goes_through_the_same_rounds_and_generates_only
 
 
 def test_each_earlier_part_is_read_once_however_many_rounds_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     run, weights = _run(str(tmp_path), monkeypatch)
     engine.healthy = TASKS * GROUP + 3
@@ -163,7 +119,7 @@ def test_each_earlier_part_is_read_once_however_many_rounds_there_are(
 
 
 def test_an_offline_dataset_is_sampled_for_spread_like_an_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     run, weights = _run(str(tmp_path), monkeypatch)
     offline = read_manifest(collect_dataset(run, "nightly", TaskDraw(1), weights, engine.url))
@@ -173,7 +129,7 @@ def test_an_offline_dataset_is_sampled_for_spread_like_an_iteration(
 
 
 def test_too_few_groups_with_spread_fail_the_stage_or_go_on_as_configured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: HardTasks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     run, weights = _run(f"{tmp_path}/a", monkeypatch, max_rounds=1)
     with pytest.raises(

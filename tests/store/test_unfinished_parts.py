@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import threading
 from collections.abc import Callable, Iterator
 
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_part
 from roundhouse.trajectories.records import Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_table, turns_table
-from tests.stages.test_collect import ScriptedEngine
+from tests.stages.scripted_engine import ScriptedEngine
 from tests.trajectories.rollouts import rollout
 
 PLANNED, FINISHED = 12, 5
@@ -28,11 +27,8 @@ PLANNED, FINISHED = 12, 5
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    server = ScriptedEngine()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ScriptedEngine().serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -89,8 +85,8 @@ def test_a_damaged_part_is_made_anew_under_the_same_seeds_and_the_rest_is_kept(
     part = f"{dataset}-a0001-00001.parquet"
     place.write(part, DAMAGES[damage](place.read(part)))
     reference = collect_iteration(run, 1, interrupted, engine.url)
-    assert len(engine.answered) == PLANNED + 1, "the damaged part held one rollout"
-    assert len(set(engine.answered)) == PLANNED, "it was made anew under its own seed"
+    assert len(engine.seeds) == PLANNED + 1, "the damaged part held one rollout"
+    assert len(set(engine.seeds)) == PLANNED, "it was made anew under its own seed"
     rollouts = read_rollouts(reference)
     assert len({each.rollout_id for each in rollouts}) == len(rollouts) == PLANNED
     assert all(each.status is Status.COMPLETED and each.turns for each in rollouts)
@@ -106,7 +102,7 @@ def test_a_part_that_vanished_between_listing_and_reading_is_made_anew(
     place.delete("turns-a0001-00001.parquet")
     monkeypatch.setattr(Location, "names", lambda self: listed if self.uri == place.uri else [])
     assert len(read_rollouts(collect_iteration(run, 1, interrupted, engine.url))) == PLANNED
-    assert len(engine.answered) == PLANNED + 2
+    assert len(engine.seeds) == PLANNED + 2
 
 
 def test_no_single_bit_can_change_in_a_part_unnoticed(run: Run) -> None:

@@ -1,7 +1,6 @@
 """A worker in a run: the collect and validate stages treat its rollouts as any other."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_table
-from tests.stages.test_collect import ScriptedEngine
+from tests.stages.scripted_engine import ScriptedEngine
 
 WORKSPACE = Path(__file__).parent / "recipe" / "quiz" / "agent_workspace"
 
@@ -20,11 +19,8 @@ WORKSPACE = Path(__file__).parent / "recipe" / "quiz" / "agent_workspace"
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     """Says "The answer is 7." to everything."""
-    server = ScriptedEngine()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ScriptedEngine().serving() as server:
+        yield server
 
 
 @pytest.fixture
