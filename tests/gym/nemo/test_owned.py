@@ -31,26 +31,15 @@ from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import own_gym
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.model_server.fake_engine import FakeEngine
-from tests.gym.nemo.test_start import plays_calculator
+from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, serving
 
-TWO_AGENTS = """
-calc:
-  resources_servers:
-    roundhouse_environment: {environment: {kind: calculator}}
-calc_agent:
-  responses_api_agents:
-    roundhouse_agent:
-      resources_server: {type: resources_servers, name: calc}
-      model_server: {type: responses_api_models, name: policy_model}
+TWO_AGENTS = f"""{CALCULATOR}
 other_agent:
   responses_api_agents:
     roundhouse_agent:
-      resources_server: {type: resources_servers, name: calc}
-      model_server: {type: responses_api_models, name: policy_model}
-policy_model:
-  responses_api_models:
-    roundhouse_model: {base_url: "${policy_base_url}", api_key: "${policy_api_key}"}
+      resources_server: {{type: resources_servers, name: calc}}
+      model_server: {{type: responses_api_models, name: policy_model}}
 """
 
 
