@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Container, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import derive_seed
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written
+from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
 
 TASKS, GROUP, CALLS = 2, 4, 6
 
@@ -39,30 +38,24 @@ def guesses(messages: list[dict[str, Any]], seed: int) -> Any:
     return says("Done.") if turns_of(messages) == CALLS - 1 else calls(("guess", {"number": seed % 7 + 1}))
 
 
-class GuessingEngine(ThreadingHTTPServer):
+class GuessingEngine(ScriptedEngine):
     """Answers by conversation and seed. After `healthy` answers it is silent until `go_on`, or where `broken`, out of order.
     To calls with a seed in `silent` it is silent, too."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), GuessedAnswer)
+        super().__init__()
+        self.RequestHandlerClass = GuessedAnswer
         self.policy = ScriptedPolicy(guesses)
         self.answered: list[int] = []
-        self.healthy, self.broken = 10**6, False
+        self.broken = False
         self.silent: Container[int] = ()
         self.unanswered: set[int] = set()
         self.go_on = threading.Event()
         self.counting = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class GuessedAnswer(BaseHTTPRequestHandler):
+class GuessedAnswer(ScriptedAnswer):
     server: GuessingEngine
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         engine = self.server
@@ -76,7 +69,7 @@ class GuessedAnswer(BaseHTTPRequestHandler):
         if not serves:
             if not engine.broken:
                 engine.go_on.wait(60)
-            return self._send(500, {"detail": "out of order"})
+            return self.send(500, {"detail": "out of order"})
         made = engine.policy._answer(request["messages"], request["seed"])
         message = made.message | {
             "prompt_token_ids": made.prompt_token_ids,
@@ -84,31 +77,14 @@ class GuessedAnswer(BaseHTTPRequestHandler):
             "generation_log_probs": made.generation_log_probs,
         }
         choice = {"message": message, "finish_reason": made.finish_reason}
-        return self._send(200, {"choices": [choice], "policy_version": 0})
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = orjson.dumps(body)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # who asked was killed
-            super().handle()
+        return self.send(200, {"choices": [choice], "policy_version": 0})
 
 
 @pytest.fixture
 def engine() -> Iterator[GuessingEngine]:
-    server = GuessingEngine()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.go_on.set()
-    server.shutdown()
-    server.server_close()
+    with GuessingEngine().serving() as server:
+        yield server
+        server.go_on.set()
 
 
 def settings(store: str, **environment: Any) -> dict[str, Any]:
