@@ -49,8 +49,8 @@ TASKS, SHARDS, PATIENCE = 4, 2, 90.0
 class VersionedAnswer(GuessedAnswer):
     server: VersionedEngine
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        super()._send(status, body | ({"policy_version": self.server.version} if status == 200 else {}))
+    def send(self, status: int, body: dict[str, Any]) -> None:
+        super().send(status, body | ({"policy_version": self.server.version} if status == 200 else {}))
 
 
 class VersionedEngine(GuessingEngine):
