@@ -65,12 +65,9 @@ class VersionedEngine(GuessingEngine):
 
 @pytest.fixture
 def engine() -> Iterator[VersionedEngine]:
-    server = VersionedEngine()
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.go_on.set()
-    server.shutdown()
-    server.server_close()
+    with VersionedEngine().serving() as server:
+        yield server
+        server.go_on.set()
 
 
 def settings(store: str, **asynchrony: Any) -> dict[str, Any]:

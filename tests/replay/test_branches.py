@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,12 +129,8 @@ def engine_of(script: Callable[[list[dict[str, Any]], int], Any]) -> Iterator[Gu
     """An engine over HTTP that answers by the script."""
     engine = GuessingEngine()
     engine.policy = ScriptedPolicy(script)
-    threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
-    try:
+    with engine.serving():
         yield engine
-    finally:
-        engine.shutdown()
-        engine.server_close()
 
 
 LISTING, OWN = "ls -l; ls -l *; pwd", "cat answer.txt"
