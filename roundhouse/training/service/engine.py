@@ -204,17 +204,19 @@ class TrainEngine:
                 values=role is Role.CRITIC,
             )
             cursor, optimizer = self._continued(model, role, directory, trainer_state)
+            if (
+                role is Role.POLICY
+            ):  # here, where ranks wait for each other: the directory may go when the leading one is done
+                self._side_files = read_side_files(directory)
         (scorer,) = loaded
         if scorer.logits_chunk:
             check_plain_logits(scorer)
         self._scorers[role] = scorer
         if optimizer is not None:
             self._optimizers[role] = optimizer
-        if role is Role.POLICY:
-            if self.ranks.size > 1:
-                sharing = self.ranks.sharing
-                self._dealer = Dealer(self.ranks.rank // sharing, self.ranks.size // sharing, cost_model(model))
-            self._side_files = read_side_files(directory)
+        if role is Role.POLICY and self.ranks.size > 1:
+            sharing = self.ranks.sharing
+            self._dealer = Dealer(self.ranks.rank // sharing, self.ranks.size // sharing, cost_model(model))
         return cursor
 
     def _continued(
