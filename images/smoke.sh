@@ -12,7 +12,10 @@ for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
     importlib.import_module(module.name)'
         ;;
     flow) "$python" -c 'import flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
-    trainer) "$python" -m roundhouse.training.service.one_shot --help >/dev/null && "$python" -c 'import s3fs' ;;
+    trainer)
+        "$python" -m roundhouse.training.service.one_shot --help >/dev/null
+        "$python" -c 'import s3fs, roundhouse.cli, roundhouse.launch.resident_ranks, roundhouse.training.service.server'
+        ;;
     engine) "$python" -m roundhouse.generation.standalone --help >/dev/null && "$python" -c 'import ray.serve, vllm, sysconfig
 from importlib.metadata import distributions
 from pathlib import Path

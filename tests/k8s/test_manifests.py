@@ -258,6 +258,28 @@ def test_engines_can_be_queued_and_nothing_else_of_them_changes(tmp_path: Path) 
     assert engine == plain["RayService", "roundhouse-engine"]
 
 
+@with_kubectl
+def test_a_train_server_adds_a_pod_with_a_gpu_for_each_of_its_ranks_that_the_flow_alone_reaches(tmp_path: Path) -> None:
+    k8s = Path(os.path.relpath(ROOT / "k8s", tmp_path.resolve()))
+    tree = {"resources": [str(k8s / "overlays/gpu")], "components": [str(k8s / "components/train-server")]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+    without = {_key(item) for item in rendered("gpu")}
+    added = {item["kind"]: item for item in rendered_at(tmp_path) if _key(item) not in without}
+    assert {kind: problems(item) for kind, item in added.items()} == {
+        "Deployment": [], "Service": [], "NetworkPolicy": [],
+    }  # fmt: skip
+    template = added["Deployment"]["spec"]["template"]
+    assert unrestricted(template["spec"]) == []
+    [server] = template["spec"]["containers"]
+    options = dict(zip(server["args"][1::2], server["args"][2::2], strict=True))
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == options["--processes"]
+    assert added["Service"]["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    rules = added["NetworkPolicy"]["spec"]
+    assert rules["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    [[source]] = [rule["from"] for rule in rules["ingress"]]
+    assert source == {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "flow"}}}
+
+
 def _key(item: Object) -> tuple[str, str]:
     return item["kind"], item["metadata"]["name"]
 
