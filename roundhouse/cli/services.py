@@ -1,4 +1,4 @@
-"""`roundhouse up | down | doctor`: this machine's services."""
+"""`roundhouse up | down | doctor | train-server`: this machine's services."""
 
 from __future__ import annotations
 
@@ -97,3 +97,80 @@ def doctor(
             console().print(f"{marks[finding.status]} {said}", highlight=False)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def train_server(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", help="Hugging Face directory: the architecture served; default: the first checkpoint's."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8500,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Ranks that hold the model together, each on a GPU of its own.", min=1)
+    ] = 1,
+    context_parallel: Annotated[int, typer.Option("--context-parallel", help="Ranks to a microbatch.", min=1)] = 1,
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", help="Ranks to a matrix.", min=1)] = 1,
+    data_parallel_replicate: Annotated[
+        int, typer.Option("--data-parallel-replicate", help="Groups of ranks with the whole model each.", min=1)
+    ] = 1,
+    timeout_seconds: Annotated[
+        float, typer.Option("--timeout-seconds", help="Time limit of one verb with several ranks.")
+    ] = 3600.0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int, typer.Option("--threads", help="CPU threads; 0 takes one for a small model, else all cores.", min=0)
+    ] = 0,
+    token_file: Annotated[
+        str | None, typer.Option("--token-file", help="Bearer token; else the variable ROUNDHOUSE_TRAIN_TOKEN.")
+    ] = None,
+    idle_seconds: Annotated[
+        float, typer.Option("--idle-seconds", help="Silence after which another run may take over.")
+    ] = 3600.0,
+    max_body_mib: Annotated[
+        int, typer.Option("--max-body-mib", help="Largest request, but for files of checkpoints.", min=1)
+    ] = 1024,
+) -> None:
+    """Train for runs elsewhere, over HTTP: `train.service: {kind: remote, url: …}`."""
+    import logging
+    import tempfile
+    from functools import partial
+
+    from pydantic import ValidationError
+
+    from roundhouse.config.models import TrainConfig
+    from roundhouse.config.secrets import read_secret
+    from roundhouse.config.training import TOKEN_VARIABLE
+    from roundhouse.errors import ConfigError
+    from roundhouse.launch.resident_ranks import open_ranks
+    from roundhouse.training.service.served import ServedTrainEngine
+    from roundhouse.training.service.server import require_token_beyond_loopback, serve
+
+    logging.basicConfig(level=logging.INFO)
+    layout = {
+        "processes": processes,
+        "context_parallel": context_parallel,
+        "tensor_parallel": tensor_parallel,
+        "data_parallel_replicate": data_parallel_replicate,
+    }
+    section = {"kind": "resident", "timeout_seconds": timeout_seconds, **layout}
+    try:
+        machine = TrainConfig.model_validate({"device": device, "threads": threads, "service": section})
+    except ValidationError as error:
+        raise ConfigError(f"No train server can run so: {error.errors()[0]['msg']}") from error
+    if model is not None and machine.parallelism != TrainConfig().parallelism:
+        from transformers import AutoConfig
+
+        from roundhouse.training.memory_plan import refuse_unfit_layout
+
+        refuse_unfit_layout(AutoConfig.from_pretrained(model), machine)
+    token = read_secret(TOKEN_VARIABLE, token_file)
+    require_token_beyond_loopback(host, token)
+    with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
+        engine = ServedTrainEngine(
+            model, machine, Path(scratch), open_engine=partial(open_ranks, service=machine.service)
+        )
+        serve(engine, host, port, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_mib << 20)

@@ -496,7 +496,7 @@ def _shared_gpu(config: RunConfig) -> None:
             f"placement.colocation is gpu, but {key} is {value}: there is no GPU to share. Change that, or set "
             "placement.colocation to node."
         )
-    if isinstance(service, ProcessService | ResidentService) and service.processes > 1:
+    if isinstance(service, RankedService) and service.processes > 1:
         raise ValueError(
             f"placement.colocation is gpu, but train.service.processes is {service.processes}: each wants a GPU of "
             "its own. Set it to 1, or placement.colocation to node."

@@ -167,7 +167,8 @@ def _trainer(config: RunConfig) -> RolePlacement:
         return RolePlacement("trainer", f"{processes} a step on the flow's machine")
     if isinstance(service, RayService):
         cluster = service.address or "the flow's Ray cluster, else a local one"
-        return RolePlacement("trainer", f"an actor on {cluster}", service.gpus)
+        ranks = f" with {service.processes} ranks" if service.processes > 1 else ""
+        return RolePlacement("trainer", f"an actor{ranks} on {cluster}", service.gpus)
     if isinstance(service, RemoteService):
         return RolePlacement("trainer", f"a server at {service.url}")
     if isinstance(service, TinkerService):

@@ -152,30 +152,30 @@ class ProcessService(RankedService):
     that, else `subprocess`."""
 
 
-class RayService(Section):
-    """An actor on a Ray cluster, kept between iterations."""
+class RayService(RankedService):
+    """An actor on a Ray cluster, kept between iterations, with the ranks that it starts on its node."""
 
     kind: Literal["ray"] = "ray"
     address: str | None = None
     """Cluster to join; unset joins the one this process is in, else starts a local one."""
     cpus: PositiveFloat = 1
     gpus: Annotated[float, Field(ge=0)] = 0
-    """Reserved for the actor: 1, or a part of one that it shares. It trains on one GPU."""
+    """Reserved for the actor: as many as `processes`, or a part of one that it shares."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb, the wait for free resources included."""
 
     @model_validator(mode="after")
-    def _one_gpu(self, info: ValidationInfo) -> Self:
-        if self.gpus > 1 and not is_recorded(info):
-            raise ValueError(
-                f"train.service.gpus is {self.gpus:g}, but the actor trains on one GPU: the others would be reserved and "
-                f"idle. Set it to 1, or train.service to {{kind: resident, processes: {self.gpus:.0f}}}, which shares the work."
-            )
-        return self
+    def _a_gpu_each(self, info: ValidationInfo) -> Self:
+        if is_recorded(info) or self.gpus in (0, self.processes) or max(self.gpus, self.processes) <= 1:
+            return self
+        raise ValueError(
+            f"train.service.gpus is {self.gpus:g}, but train.service.processes is {self.processes}, and each process trains on "
+            f"one GPU. Set processes to {max(1, round(self.gpus))}, or gpus to {self.processes}."
+        )
 
 
 class RemoteService(Section):
-    """A server over HTTP (`python -m roundhouse.training.service.server`)."""
+    """A server over HTTP (`roundhouse train-server`)."""
 
     kind: Literal["remote"] = "remote"
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]

@@ -17,18 +17,20 @@ from pathlib import Path
 
 import httpx
 import psutil
+from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.training import TOKEN_VARIABLE, ResidentService
+from roundhouse.config.training import TOKEN_VARIABLE, RankedService, ResidentService, TrainServiceConfig
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.launch.base import Program, Stopped, open_launcher
 from roundhouse.store.location import Location
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel
+from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.ranks import MODULE, SERVING, RanksSpec
-from roundhouse.training.service.verbs import Role
+from roundhouse.training.service.verbs import Role, TrainService
 from roundhouse.training.service.wire import ChannelService
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class ResidentRanks(ChannelService):
     """
 
     def __init__(self, config: TrainConfig, service: ResidentService, *, owner: str, temperature: float) -> None:
+        config = config.model_copy(update={"service": service})
         token = secrets.token_hex(16)
         self.ranks = RunningRanks(config, service, token)
         http = httpx.Client(
@@ -72,6 +75,29 @@ class ResidentRanks(ChannelService):
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         asked = protocol.SaveDirectory(directory=str(directory.resolve()), cursor=cursor)
         self.channel.change("save_directory", asked.model_dump_json().encode())
+
+
+def open_ranks(config: TrainConfig, temperature: float, service: TrainServiceConfig | None = None) -> TrainService:
+    """The engine of a session of a train server or actor: ranks on its machine, or one process without any.
+
+    Args:
+        service: how many there are and what they share; None takes `config.service`.
+
+    Raises:
+        ConfigError: ranks cannot share what the section asks for.
+        InfraError: they do not start.
+    """
+    layout = service or config.service
+    assert isinstance(layout, RankedService)
+    if layout.processes == 1:
+        return TrainEngine(config, temperature=temperature)
+    keys = (*RankedService.model_fields, "timeout_seconds")
+    resident = ResidentService.model_validate({key: getattr(layout, key) for key in keys})
+    try:
+        config = TrainConfig.model_validate({**dict(config), "service": resident})
+    except ValidationError as error:
+        raise ConfigError(f"The train server's ranks cannot do this: {error.errors()[0]['msg']}") from error
+    return ResidentRanks(config, resident, owner="the server", temperature=temperature)
 
 
 class RanksChannel(HttpChannel):

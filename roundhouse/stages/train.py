@@ -483,9 +483,12 @@ def open_service(
 
         return TrainEngine(config, temperature=temperature)
     if isinstance(service, RayService):
+        from roundhouse.launch.resident_ranks import open_ranks
         from roundhouse.training.service.actor import RayTrainService
 
-        return RayTrainService(config, service, temperature=temperature, placement_group=placement_group)
+        return RayTrainService(
+            config, service, temperature=temperature, placement_group=placement_group, open_engine=open_ranks
+        )
     if isinstance(service, RemoteService):
         from roundhouse.training.service.client import RemoteTrainService
 

@@ -277,7 +277,7 @@ def test_a_run_that_a_store_holds_stays_readable() -> None:
 
 
 def test_gpus_that_no_trainer_would_use_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.service\.gpus is 8, but the actor trains on one GPU.*processes: 8"):
+    with pytest.raises(ConfigError, match=r"service\.gpus is 8, but train\.service\.processes is 1.*processes to 8"):
         parse_config({"run_id": "a", "train": {"service": {"kind": "ray", "gpus": 8}}})
     on_kubernetes = {
         "run_id": "a",

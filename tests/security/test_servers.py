@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.main import get_command
 
+from roundhouse.cli import app as commands
 from roundhouse.compat.nemo_gym import model_server
 from roundhouse.compat.nemo_gym.model_server import __main__ as model_server_main
 from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
@@ -21,11 +24,11 @@ from roundhouse.config.generation import TOKEN_VARIABLE as ENGINE_TOKEN
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.config.training import TOKEN_VARIABLE as TRAIN_TOKEN
 from roundhouse.environments import load
+from roundhouse.errors import ConfigError
 from roundhouse.generation import standalone
 from roundhouse.generation.chat_server import ENGINE_ROUTES, ChatServer
 from roundhouse.generation.standalone import StandaloneEngine
 from roundhouse.http.asgi import BodyLimit
-from roundhouse.training.service import server as train_server
 
 LIMIT = 10_000
 CANARY = "canary-77aa10"
@@ -38,9 +41,17 @@ def to(app: App) -> httpx.AsyncClient:
 
 # Control calls -------------------------------------------------------------------------------------------------------
 
+
+def train_server(arguments: list[str]) -> None:
+    try:
+        get_command(commands)(["train-server", *arguments], standalone_mode=False)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
 MAINS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
     "engine": (standalone.main, []),
-    "train service": (train_server.main, ["--model", "."]),
+    "train service": (train_server, ["--model", "."]),
     "resources server": (resources.main, ["--environment", "calculator"]),
     "model server": (model_server_main.main, ["--base-url", "http://127.0.0.1:1"]),
 }

@@ -5,28 +5,36 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
+from roundhouse.cli import app
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import ResidentService
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.stages.train import open_service
 from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.verbs import LossBatch, Role
+from roundhouse.training.service.verbs import LossBatch, Role, TrainService
 from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, iterate, tensor_digests, weight_files
 from tests.stages.test_distributed import is_alive
+from tests.training.service.serving import free_port
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_ranks import _distance as distance
 from tests.training.tiny import sequences
@@ -84,9 +92,100 @@ def test_log_probabilities_gradients_and_state_are_those_of_one_process(
     assert distance(*(tmp_path / name / "trainer/optimizer.safetensors" for name in ("together", "alone"))) < 1e-5
 
 
-def step(service: ResidentRanks, batch: LossBatch) -> None:
+def step(service: TrainService, batch: LossBatch) -> None:
     service.forward_backward(batch)
     service.optim_step(1e-3, 1.0)
+
+
+@contextmanager
+def train_server(secret: Path, *options: str) -> Iterator[tuple[str, int]]:
+    """The command, with a token from a file; its URL and process."""
+    secret.write_text("a token\n")
+    command = [str(Path(sys.executable).with_name("roundhouse")), "train-server", "--token-file", str(secret)]
+    command += ["--threads", "1", "--device", "cpu", "--port", str(port := free_port()), *options]
+    process = subprocess.Popen(command)
+    try:
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def remote(url: str) -> RemoteTrainService:
+    return RemoteTrainService(url, ALONE, owner="run", token="a token", temperature=0.9, retry_seconds=60)
+
+
+def two_steps(service: TrainService, model_dir: Path, directory: Path) -> dict[str, bytes]:
+    """What the service writes after two of them, the second from a checkpoint of the first."""
+    service.load_checkpoint(model_dir)
+    step(service, loss_batch([0, 1, 2, 3, 4, 5]))
+    service.save_checkpoint(directory / "first", Cursor(optimizer_steps=1))
+    service.load_checkpoint(directory / "first", trainer_state=directory / "first/trainer")
+    step(service, loss_batch([6, 7, 8, 9, 10]))
+    service.save_checkpoint(directory / "second", Cursor(optimizer_steps=2))
+    return contents(directory)
+
+
+def test_ranks_behind_a_train_server_write_what_resident_ranks_write(
+    together: ResidentRanks, model_dir: Path, tmp_path: Path
+) -> None:
+    with train_server(tmp_path / "token", "--model", str(model_dir), "--processes", "2") as (url, server):
+        service = remote(url)
+        served = two_steps(service, model_dir, tmp_path / "served")
+        assert sum("torch.distributed.run" in each.cmdline() for each in psutil.Process(server).children(True)) >= 1
+        service.close()
+    assert served == two_steps(together, model_dir, tmp_path / "resident")
+
+
+@pytest.mark.long
+def test_a_server_that_lost_a_rank_says_so_and_starts_ranks_anew_for_the_next_session(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with train_server(tmp_path / "token", "--processes", "2") as (url, server):
+        service = remote(url)
+        expected = two_steps(service, model_dir, tmp_path / "before")
+        ranks = [each for each in psutil.Process(server).children(True) if "--spec" in each.cmdline()]
+        last = max(each.pid for each in ranks if "torch.distributed.run" not in each.cmdline())
+        os.kill(last, signal.SIGKILL)
+        with pytest.raises(InfraError, match="was killed by signal 9"):
+            step(service, loss_batch([0, 1, 2]))
+        service.close()
+        again = remote(url)
+        assert two_steps(again, model_dir, tmp_path / "after") == expected
+        again.close()
+
+
+@pytest.mark.long
+def test_ranks_beneath_an_actor_write_what_resident_ranks_write(
+    together: ResidentRanks, model_dir: Path, tmp_path: Path
+) -> None:
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        config = TrainConfig.model_validate({**CHANGES, "service": {"kind": "ray", "processes": 2}})
+        service = open_service(config, owner="run", temperature=0.9)
+        found = two_steps(service, model_dir, tmp_path / "actor")
+        service.close()
+    finally:
+        ray.shutdown()
+    assert found == two_steps(together, model_dir, tmp_path / "resident")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--processes", "2", "--context-parallel", "3"), "context_parallel is 3.*processes is 2"),
+        (("--processes", "16", "--tensor-parallel", "8"), "heads"),
+        (("--device", "tpu"), "No train server can run so.*'auto', 'cpu' or 'cuda'"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached by others"),
+    ],
+)
+def test_a_server_that_cannot_run_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.delenv("ROUNDHOUSE_TRAIN_TOKEN", raising=False)
+    found = CliRunner().invoke(app, ["train-server", "--model", str(model_dir), *options])
+    assert isinstance(found.exception, ConfigError)
+    assert re.search(said, str(found.exception))
 
 
 def test_a_checkpoint_that_is_loaded_again_continues_bit_for_bit(

@@ -25,19 +25,21 @@ from roundhouse.config.training import RayService
 from roundhouse.errors import InfraError
 from roundhouse.training.service import protocol
 from roundhouse.training.service.protocol import TransferredFile, write_checked
-from roundhouse.training.service.served import ServedTrainEngine
+from roundhouse.training.service.served import OpenEngine, ServedTrainEngine
 from roundhouse.training.service.wire import ChannelService
 
 CONNECT_SECONDS = 10.0
+NAMING_SECONDS = 20.0
+"""For an actor with ranks to find and name the one that hangs, beyond the time limit of a verb."""
 
 
 class TrainActor:
     """A served engine in an actor; files cross whole, one at a time."""
 
-    def __init__(self, config: str, temperature: float) -> None:
+    def __init__(self, config: str, temperature: float, open_engine: OpenEngine | None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
         settings = TrainConfig.model_validate_json(config)
-        self._engine = ServedTrainEngine(None, settings, Path(self._scratch.name))
+        self._engine = ServedTrainEngine(None, settings, Path(self._scratch.name), open_engine=open_engine)
         self._engine.begin(settings, temperature)
 
     def answer(self, verb: str, body: bytes) -> tuple[int, bytes]:
@@ -61,20 +63,28 @@ class RayTrainService(ChannelService):
 
     Args:
         placement_group: id of the group in whose last bundle the actor is to be; None: wherever there is room.
+        open_engine: a function of a module, as of `ServedTrainEngine`: what the actor computes with.
 
     Raises:
         InfraError: the cluster cannot be reached, or has no such group.
     """
 
     def __init__(
-        self, config: TrainConfig, service: RayService, *, temperature: float = 1.0, placement_group: str | None = None
+        self,
+        config: TrainConfig,
+        service: RayService,
+        *,
+        temperature: float = 1.0,
+        placement_group: str | None = None,
+        open_engine: OpenEngine | None = None,
     ) -> None:
         join_cluster(service.address, "train.service.address")
         options: dict[str, Any] = {"num_cpus": service.cpus, "num_gpus": service.gpus, "max_restarts": 0}
         if placement_group is not None:
             options["scheduling_strategy"] = last_bundle_of(placement_group)
-        actor = ray.remote(TrainActor).options(**options).remote(config.model_dump_json(), temperature)
-        super().__init__(ActorChannel(actor, service.timeout_seconds))
+        actor = ray.remote(TrainActor).options(**options).remote(config.model_dump_json(), temperature, open_engine)
+        waits = service.timeout_seconds + (NAMING_SECONDS if service.processes > 1 else 0.0)
+        super().__init__(ActorChannel(actor, waits, service.timeout_seconds))
 
 
 def join_cluster(address: str | None, key: str) -> None:
@@ -116,10 +126,10 @@ def last_bundle_of(placement_group: str) -> PlacementGroupSchedulingStrategy:
 
 
 class ActorChannel:
-    """A handle's calls, with a time limit."""
+    """A handle's calls; each is waited for so many seconds, of which `timeout_seconds` are the configured limit."""
 
-    def __init__(self, actor: Any, timeout_seconds: float) -> None:
-        self.actor, self.timeout_seconds = actor, timeout_seconds
+    def __init__(self, actor: Any, waits: float, timeout_seconds: float) -> None:
+        self.actor, self.waits, self.timeout_seconds = actor, waits, timeout_seconds
 
     def ask(self, verb: str, body: bytes) -> bytes:
         return protocol.accepted(*self._call("answer", verb, body))
@@ -145,7 +155,7 @@ class ActorChannel:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.timeout_seconds)
+            return ray.get(getattr(self.actor, method).remote(*arguments), timeout=self.waits)
         except GetTimeoutError as error:
             raise InfraError(
                 f"The train actor did not answer {method} within train.service.timeout_seconds ({self.timeout_seconds:.0f} s). "

@@ -150,7 +150,7 @@ class HttpChannel:
             if time.monotonic() + pause > deadline:
                 raise InfraError(
                     f"The train service at {self.http.base_url} did not answer to {what}: {problem}. Is it running? It is "
-                    "started by `python -m roundhouse.training.service.server`."
+                    "started by `roundhouse train-server`."
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)

@@ -42,7 +42,7 @@ from roundhouse.training.service.protocol import (
     write_checked,
     write_checked_async,
 )
-from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
+from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, TrainService, ValueBatch
 from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,10 @@ Asked = TypeVar("Asked", LoadDirectory, SaveDirectory)
 
 _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
+
+
+OpenEngine = Callable[[TrainConfig, float], TrainService]
+"""Makes the engine of a session, given its configuration and temperature."""
 
 
 class ServedTrainEngine:
@@ -62,14 +66,14 @@ class ServedTrainEngine:
         machine: TrainConfig,
         scratch: Path,
         *,
-        open_engine: Callable[[TrainConfig, float], TrainEngine] | None = None,
+        open_engine: OpenEngine | None = None,
         takes_directories: bool = False,
     ) -> None:
         """Args:
         model: Hugging Face directory; checkpoints of another architecture are refused. None takes the first one's.
         machine: its `device` and `threads` are used.
         scratch: an empty directory on a disk with room for two checkpoints.
-        open_engine: makes the engine of a session, given its configuration and temperature.
+        open_engine: None makes an engine in this process.
         takes_directories: the driver is on this machine and may name directories, which no file has to cross for.
         """
         self._open_engine = open_engine or (lambda config, temperature: TrainEngine(config, temperature=temperature))
@@ -77,7 +81,7 @@ class ServedTrainEngine:
         self.architecture = None if model is None else _architecture(model)
         self.shelf = Shelf(scratch / "blobs", model)
         self._machine, self._scratch = machine, scratch
-        self._engine: TrainEngine | None = None
+        self._engine: TrainService | None = None
 
     def answer(self, verb: str, body: bytes) -> CallReply:
         """Do one verb of `protocol.VERBS`; its failure is its answer."""
@@ -175,7 +179,7 @@ class ServedTrainEngine:
         self.shelf.lay_out(files, target)
         return target
 
-    def _held(self) -> TrainEngine:
+    def _held(self) -> TrainService:
         if self._engine is None:
             raise DataError("No session is open.")
         return self._engine

@@ -1,23 +1,20 @@
-"""The train service over HTTP: `python -m roundhouse.training.service.server --model DIR --host HOST --port PORT`.
+"""The train service over HTTP: `roundhouse train-server --model DIR --host HOST --port PORT`.
 
 Invariant: no verb runs without the valid session, one runs at a time, and none runs twice for the same call. Beyond the
 loopback interface the server does not start without a bearer token (environment variable ROUNDHOUSE_TRAIN_TOKEN, or
 --token-file), and with a token it answers no control call that lacks it.
 
-The server holds one model at a time, of the architecture of `--model`. Its weights live in memory: after a restart no
-session is known, which the client reports as a lost service, and training begins again from the last checkpoint.
+The server holds one model at a time, of the architecture of `--model` where that is given. Its weights live in memory: after a
+restart no session is known, which the client reports as a lost service, and training begins again from the last checkpoint.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 from roundhouse.fast_imports import gc_paused
@@ -27,8 +24,6 @@ with gc_paused():
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import FileResponse, JSONResponse
 
-    from roundhouse.config.models import TrainConfig
-    from roundhouse.config.secrets import read_secret
     from roundhouse.config.training import TOKEN_VARIABLE
     from roundhouse.errors import ConfigError, DataError, RoundhouseError
     from roundhouse.http.asgi import SameOrigin, is_loopback, presents
@@ -194,6 +189,19 @@ def _response(answer: CallReply) -> Response:
     return Response(answer.body, answer.status, media_type=answer.media_type)
 
 
+def serve(
+    engine: ServedTrainEngine, host: str, port: int, *, token: str | None, idle_seconds: float, max_body_bytes: int
+) -> None:
+    """Answer until this process is ended.
+
+    Raises:
+        ConfigError: others can reach the address, and there is no token.
+    """
+    require_token_beyond_loopback(host, token)
+    service = Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
+    uvicorn.run(SameOrigin(build_app(service), host), host=host, port=port, log_level="warning")
+
+
 def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """Refuse to listen for others without a token."""
     if not is_loopback(host) and token is None:
@@ -201,39 +209,3 @@ def require_token_beyond_loopback(host: str, token: str | None) -> None:
             f"--host {host} can be reached by others, and there is no token. Set {TOKEN_VARIABLE} or --token-file, or "
             "listen on 127.0.0.1."
         )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m roundhouse.training.service.server", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory: the architecture served")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8500)
-    parser.add_argument("--token-file", help=f"bearer token; else the variable {TOKEN_VARIABLE}")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads; 0 takes one for a small model, else all cores"
-    )
-    parser.add_argument(
-        "--idle-seconds", type=float, default=3600, help="silence after which another run may take over"
-    )
-    parser.add_argument("--max-body-mib", type=int, default=1024, help="largest request, but for files of checkpoints")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO)
-    try:
-        token = read_secret(TOKEN_VARIABLE, options.token_file)
-        require_token_beyond_loopback(options.host, token)
-        machine = TrainConfig(device=options.device, threads=options.threads)
-        with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
-            engine = ServedTrainEngine(options.model, machine, Path(scratch))
-            service = Service(
-                engine, token=token, idle_seconds=options.idle_seconds, max_body_bytes=options.max_body_mib << 20
-            )
-            uvicorn.run(
-                SameOrigin(build_app(service), options.host), host=options.host, port=options.port, log_level="warning"
-            )
-    except RoundhouseError as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,23 +209,6 @@ def test_files_that_the_server_has_are_not_sent_again(server: str, model_dir: Pa
     trainer.save(tmp_path / "saved")
     Trainer.over(service, tmp_path / "saved", TrainConfig(), trainer_state=tmp_path / "saved/trainer")
     assert not [call for call in sent if call.startswith("PUT")]
-
-
-def test_the_server_runs_as_a_command_with_a_token_from_a_file(model_dir: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "token"
-    secret.write_text(f"{TOKEN}\n")
-    port = free_port()
-    command = [sys.executable, "-m", "roundhouse.training.service.server", "--model", str(model_dir), "--threads", "1"]
-    command += ["--port", str(port), "--token-file", str(secret), "--device", "cpu"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        service = remote(f"http://127.0.0.1:{port}", retry_seconds=60)
-        trainer = Trainer.over(service, model_dir, TrainConfig(minibatches=1))
-        assert trainer.step(sequences(), 1).updates == 1
-        trainer.close()
-    finally:
-        process.terminate()
-        assert process.wait(20) in (0, -15)
 
 
 def several_from_one_rollout() -> list[dict[str, Any]]:
