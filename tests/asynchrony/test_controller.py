@@ -141,6 +141,98 @@ def test_a_window_passes_over_a_slow_group_and_takes_it_before_it_is_too_old():
     assert train(controller) == (0,)
 
 
+def in_two_rounds(**settings: int) -> Controller:
+    """Two groups an iteration, in two rounds at most; the first round of iteration 1 is complete, and 2 has begun."""
+    controller = serving(terms("batch-async", 1, groups=2, iterations=3, rounds=2, **settings), "a")
+    roll_out(controller, "a", 2 * settings.get("group_size", 1))
+    assert controller.admission("a") == Continue(4, 0, 1, 0), "iteration 2 need not wait for the decision"
+    assert controller.training() is None, "it is open whether there is another round"
+    return controller
+
+
+def test_a_further_round_begins_before_later_iterations_and_is_trained_on_with_the_first():
+    controller = in_two_rounds()
+    controller.apply(happened.RoundStarted(1, 2))
+    assert controller.admission("a") == Continue(2, 0, 1, 0)
+    roll_out(controller, "a", 2)
+    assert controller.training() is None
+    with pytest.raises(DataError, match="has begun 2 of 2"):
+        controller.apply(happened.RoundStarted(1, 3))
+    controller.apply(happened.RoundsEnded(1, 2))
+    assert train(controller) == (0, 1, 2, 3)
+    assert controller.admission("a") == Continue(4, 0, 1, 0)
+    roll_out(controller, "a", 2)
+    controller.apply(happened.RoundsEnded(2, 1))
+    assert train(controller) == (4, 5), "the second round of iteration 2 was never drawn"
+
+
+def test_a_round_whose_rollout_was_lost_is_decided_on_again_and_the_next_one_has_not_begun():
+    controller = in_two_rounds()
+    controller.apply(happened.RoundStarted(1, 2))
+    controller.apply(happened.RolloutStarted(2, 0, 1, "a"))
+    controller.apply(happened.RolloutEvicted(0, 0, "lost"))
+    assert not controller.replicas["a"].running
+    with pytest.raises(DataError, match="Attempt 1 at rollout 2/0"):
+        controller.apply(happened.RolloutFinished(2, 0, 1))
+    roll_out(controller, "a")
+    controller.apply(happened.RoundStarted(1, 2, ((3, 0, 0),)))
+    assert controller.admission("a") == Continue(2, 0, 2, 0)
+    roll_out(controller, "a")
+    assert controller.admission("a") == Continue(4, 0, 1, 0), "what was in the store of the round is not made again"
+    controller.apply(happened.RoundsEnded(1, 2))
+    assert controller.training() == Train(1, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        happened.RoundStarted(2, 2),
+        happened.RoundStarted(1, 3),
+        happened.RoundStarted(1, 2, ((4, 0, 0),)),
+        happened.RoundStarted(1, 2, ((2, 0, -2),)),
+        happened.RoundsEnded(1, 2),
+        happened.RoundsEnded(2, 1),
+    ],
+)
+def test_a_round_that_cannot_have_begun_or_ended_is_refused_and_changes_nothing(event):
+    controller = in_two_rounds()
+    before = snapshot(controller)
+    with pytest.raises(DataError, match=r"[Ii]teration \d"):
+        controller.apply(event)
+    assert snapshot(controller) == before
+
+
+def test_a_crash_in_a_further_round_keeps_what_is_in_the_store_of_rounds_that_had_begun():
+    controller = in_two_rounds(group_size=2)
+    controller.apply(happened.Restarted(0, ((2, 0, 0),), (("a", 0),)))
+    assert controller.pool.rounds_of(1) == 1, (
+        "nobody had decided on the second round: its rollouts count when it begins"
+    )
+    controller.apply(happened.RoundStarted(1, 2))
+    controller.apply(happened.RolloutStarted(2, 0, 1, "a"))
+    controller.apply(happened.Restarted(0, ((2, 0, 0),), (("a", 0),)))
+    assert controller.admission("a") == Continue(2, 1, 1, 0)
+
+
+def test_a_skipped_iteration_takes_all_of_its_rounds_along():
+    controller = in_two_rounds()
+    controller.apply(happened.RoundStarted(1, 2))
+    controller.apply(happened.RolloutStarted(2, 0, 1, "a"))
+    controller.apply(happened.IterationSkipped(1, "too few sequences"))
+    assert controller.admission("a") == Continue(4, 0, 1, 0)
+    assert snapshot(controller).rounds == snapshot(controller).attempts == []
+
+
+def test_a_state_without_rounds_is_one_of_a_run_without_them_and_other_limits_are_refused():
+    plain = Controller(terms("batch-async", 1, groups=2), "a")
+    written = json.loads(snapshot(plain).model_dump_json())
+    for name in ("rounds_an_iteration", "rounds", "ended"):
+        del written[name]
+    assert snapshot(restore(plain.terms, state_from_json(json.dumps(written)))) == snapshot(plain)
+    with pytest.raises(DataError, match=r"2 rounds an iteration at most, not of 3 .*max_rounds.*Take the change back"):
+        restore(terms("batch-async", 1, groups=2, rounds=3), snapshot(in_two_rounds()))
+
+
 def test_a_step_that_waits_for_all_that_has_begun_passes_over_no_slow_group():
     limits = terms("windowed", 2, groups=1, iterations=4, window=2, ready="loaded_batch_finished")
     controller = serving(limits, "a", "b")
@@ -248,15 +340,18 @@ class AnyOrder(RuleBasedStateMachine):
         staleness=st.integers(0, 3),
         groups=st.integers(1, 3),
         size=st.integers(1, 3),
+        rounds=st.integers(1, 3),
         window=st.integers(1, 5),
         every=st.integers(0, 2),
         finish=st.booleans(),
         replicas=st.sampled_from(["a", "ab"]),
     )
-    def plan(self, mode, staleness, groups, size, window, every, finish, replicas):
+    def plan(self, mode, staleness, groups, size, rounds, window, every, finish, replicas):
         asked = {"refit": "drain"} if finish and mode != "fully-async" else {}
         if mode == "windowed":
             staleness, asked = max(2, staleness), asked | {"window": min(window, groups + 1)}
+        else:
+            asked |= {"rounds": rounds}
         self.terms = terms(
             mode, 0 if mode == "sync" else staleness, groups=groups, group_size=size, iterations=4, every=every, **asked
         )
@@ -267,11 +362,12 @@ class AnyOrder(RuleBasedStateMachine):
     def tell(self, event) -> None:
         line = event_to_json(event)
         assert event_from_json(line) == event
-        batch, version = self.controller.batch or self.controller.pool.oldest(), self.controller.version
+        chosen = self.controller.batch if self.terms.chooses else None
+        left, version = chosen or self.controller.pool.oldest(), self.controller.version
         self.controller.apply(event)
         self.journal.append(line)
         if self.controller.version > version:
-            self.trained += batch
+            self.trained += left
 
     @rule(data=st.data())
     def goes_on(self, data):
@@ -293,7 +389,7 @@ class AnyOrder(RuleBasedStateMachine):
     def promises_hold(self):
         if hasattr(self, "controller"):
             check(self.controller)
-            assert len(self.trained) == len(set(self.trained)) == self.controller.version * self.terms.groups
+            assert len(self.trained) == len(set(self.trained)) == self.controller.version * self.terms.positions
 
     def teardown(self):
         if not hasattr(self, "controller"):

@@ -109,6 +109,23 @@ def test_evaluations_between_versions_never_stop_the_plan(mode, staleness, setti
     assert not explore(limits, "ab", slots=1, budget=0).stuck()
 
 
+@pytest.mark.parametrize(
+    ("mode", "budget", "settings"),
+    [
+        ("batch-async", 2, {"rounds": 2}),
+        ("fully-async", 1, {"rounds": 2, "group_size": 2}),
+        ("batch-async", 1, {"rounds": 2, "groups": 2}),
+    ],
+)
+def test_rounds_that_end_or_go_on_with_faults_at_any_point_break_no_promise_and_the_plan_can_be_finished(
+    mode, budget, settings
+):
+    limits = terms(mode, 1, iterations=2, **settings)
+    graph = explore(limits, "a", slots=2, budget=budget)
+    assert not graph.stuck()
+    assert graph.most_age == 1, "a further round of the second iteration may be as old as its first"
+
+
 def test_a_window_over_several_iterations_holds_its_formula_and_reaches_it():
     limits = terms("windowed", 3, groups=2, iterations=4, window=4)  # 1 + ceil(3 / 2)
     graph = explore(limits, "a", slots=4, budget=0)
@@ -146,15 +163,36 @@ def _forgotten_after_a_crash(monkeypatch):
     monkeypatch.setattr(GroupPool, "abandon", lambda self, key: self.running.pop(key))
 
 
+def _trained_between_two_rounds(monkeypatch):
+    def batch(self):
+        iteration = self.terms.iteration_of(self.head)
+        own = tuple(range(self.head, self.head + self.terms.groups * self.rounds_of(iteration)))
+        return own if self.complete_of.get(iteration) == len(own) else None
+
+    monkeypatch.setattr(GroupPool, "batch", batch)
+
+
+def _a_round_that_outlives_the_one_before(monkeypatch):
+    monkeypatch.setattr(GroupPool, "_close_rounds", lambda self, position: {})
+
+
+def _rounds_that_never_end(monkeypatch):
+    monkeypatch.setattr(GroupPool, "end_rounds", lambda self, iteration, rounds: None)
+
+
+ANY_PLAN = [_a_rollout_too_early, _weights_that_never_come, _whatever_is_ready, _forgotten_after_a_crash]
+IN_ROUNDS = [_trained_between_two_rounds, _a_round_that_outlives_the_one_before, _rounds_that_never_end]
+
+
 @pytest.mark.parametrize(
-    "plant", [_a_rollout_too_early, _weights_that_never_come, _whatever_is_ready, _forgotten_after_a_crash]
+    ("plant", "rounds"), [*((plant, 1) for plant in ANY_PLAN), *((plant, 2) for plant in IN_ROUNDS)]
 )
-def test_the_exploration_finds_a_planted_defect(plant, monkeypatch):
+def test_the_exploration_finds_a_planted_defect(plant, rounds, monkeypatch):
     plant(monkeypatch)
-    limits = terms("batch-async", 1, groups=1, iterations=3)
+    limits = terms("batch-async", 1, groups=1, iterations=3 if rounds == 1 else 2, rounds=rounds)
     found = False
     try:
-        found = bool(explore(limits, "ab", slots=1, budget=1, only_crashes=True).stuck())
+        found = bool(explore(limits, "ab", slots=1, budget=1, only_crashes=rounds == 1).stuck())
     except (AssertionError, DataError):
         found = True
     assert found

@@ -208,7 +208,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
     engine.silent, engine.version = (), 0
     engine.go_on.set()
     lane = Lane(run, engine)
-    assert lane.controller.pool.complete_of == {1: TASKS // SHARDS}, "the whole shard's groups are there"
+    assert lane.controller.pool.complete_of == {2: TASKS // SHARDS}, "the whole shard's groups are there"
     lane.transfer(1)
     manifest = read_manifest(Collecting(lane, 2).result())
     lane.runner.stop()

@@ -14,10 +14,17 @@ from roundhouse.config.rollout import Asynchrony
 
 
 def terms(
-    mode: str, staleness: int = 0, *, groups=1, group_size=1, iterations=3, every=0, **settings
+    mode: str, staleness: int = 0, *, groups=1, group_size=1, iterations=3, every=0, rounds=1, **settings
 ) -> StalenessBound:
     asynchrony = Asynchrony.model_validate({"mode": mode, "staleness": staleness, **settings})
-    return StalenessBound(asynchrony, groups=groups, group_size=group_size, iterations=iterations, validate_every=every)
+    return StalenessBound(
+        asynchrony,
+        groups=groups,
+        group_size=group_size,
+        iterations=iterations,
+        validate_every=every,
+        rounds=rounds,
+    )
 
 
 def forward(controller: Controller, slots: int) -> Iterator[Event]:
@@ -41,6 +48,21 @@ def forward(controller: Controller, slots: int) -> Iterator[Event]:
         if place.incoming is None:  # its engine is paused otherwise
             for key in place.running:
                 yield happened.RolloutFinished(*key, controller.pool.attempt_of(key))
+    yield from rounds(controller)
+
+
+def rounds(controller: Controller) -> Iterator[Event]:
+    """Where the rounds of an iteration are complete: enough groups have spread, or a further round begins, of which a rollout
+    may be in the store from before a crash."""
+    limits, pool = controller.terms, controller.pool
+    for iteration in list(pool.complete_of):
+        if pool.awaits_round(iteration):
+            drawn = pool.rounds_of(iteration)
+            yield happened.RoundsEnded(iteration, drawn)
+            if drawn < limits.rounds:
+                yield happened.RoundStarted(iteration, drawn + 1)
+                first, oldest = limits.round_positions(iteration, drawn + 1).start, iteration - 1 - limits.start_lag
+                yield happened.RoundStarted(iteration, drawn + 1, ((first, 0, max(0, oldest)),))
 
 
 def faults(controller: Controller) -> Iterator[Event]:
@@ -85,9 +107,14 @@ def lost_and_found(controller: Controller, replicas: str) -> Iterator[Event]:
 def check(controller: Controller) -> None:
     """What must hold of every state."""
     limits, pool = controller.terms, controller.pool
-    begun = {divmod(index, limits.group_size) for index in range(pool.cursor)}
+    begun = {key for key in (divmod(n, limits.group_size) for n in range(pool.cursor)) if limits.round_of(key[0]) == 1}
+    for iteration, count in pool.rounds.items():
+        assert 1 < count <= limits.rounds
+        further = [limits.round_positions(iteration, number) for number in range(1, count + 1)]
+        begun |= {(position, sample) for own in further for position in own for sample in range(limits.group_size)}
+        assert pool.complete.issuperset(p for own in further[:-1] for p in own), "a round waits for those before it"
     trained = set(range(pool.head)) | pool.trained_ahead  # or skipped
-    assert len(trained) == controller.version * limits.groups, "each group is trained once"
+    assert len(trained) == controller.version * limits.positions, "each group is trained once"
     places = Counter(pool.again) + Counter(list(pool.running))
     for position, group in pool.groups.items():
         assert position not in trained
@@ -98,8 +125,11 @@ def check(controller: Controller) -> None:
         ages = controller.ages(controller.batch)
         assert all(0 <= age <= limits.asynchrony.staleness for age in ages), f"over the bound: {ages}"
         if limits.asynchrony.window == 1:
-            first = controller.version * limits.groups
-            assert controller.batch == tuple(range(first, first + limits.groups)), "an iteration's own groups"
+            first, iteration = controller.version * limits.positions, controller.version + 1
+            drawn = limits.groups * pool.rounds_of(iteration)
+            assert controller.batch == tuple(range(first, first + drawn)), "an iteration's own groups, of all rounds"
+            assert pool.complete.issuperset(controller.batch)
+            assert limits.rounds == 1 or iteration in pool.ended, "nothing is trained on between two rounds"
     on_replicas = {key: name for name, place in controller.replicas.items() for key in place.running}
     assert on_replicas == {key: running.replica for key, running in pool.running.items()}
     if limits.asynchrony.mode == "fully-async" and not limits.barrier and limits.validate_every == 0:

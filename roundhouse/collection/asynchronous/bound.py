@@ -14,6 +14,10 @@ the rule of the start is the known one: block when train version + 1 - rollout v
     P = 4, W = 5, staleness 2: S = 2 - ceil(4 / 4) = 1. Groups begin at most a version early and are passed over at most once.
 
 With W > 1, S has to be at least 1: what could overtake belongs to the next iteration and begins a version early.
+
+With `rollout.dynamic_sampling` an iteration has P positions for each round that it may draw, drawn or not, and its step trains
+on what all of its rounds brought. W is 1 then, and the same rule of the start holds for every round: a position's iteration is
+floor(p / (P * rounds)), and the age of a rollout of any round is at most S.
 """
 
 from __future__ import annotations
@@ -41,13 +45,19 @@ class StalenessBound:
     """That the plan begins with: a fork's is its parent's. Everything before it counts as trained and evaluated."""
     evaluates_first: bool = True
     """Whether `first_version` is evaluated by the plan, not before it begins."""
+    rounds: int = 1
+    """Rounds of `groups` groups that an iteration may draw (`rollout.dynamic_sampling.max_rounds`)."""
 
     def __post_init__(self) -> None:
-        for name in ("groups", "group_size", "iterations"):
+        for name in ("groups", "group_size", "iterations", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; an asynchronous run needs 1 or more.")
         if (unfit := self.asynchrony.unfit_window(self.groups)) is not None:
             raise ConfigError(unfit)
+        if self.rounds > 1 and self.chooses:
+            raise ConfigError(
+                f"rounds is {self.rounds}; with asynchrony.window {self.asynchrony.window} it has to be 1."
+            )
 
     @cached_property
     def start_lag(self) -> int:
@@ -60,9 +70,14 @@ class StalenessBound:
         return self.asynchrony.window > 1
 
     @cached_property
+    def positions(self) -> int:
+        """Of an iteration: the groups of all rounds that it may draw."""
+        return self.groups * self.rounds
+
+    @cached_property
     def total(self) -> int:
-        """Groups of the whole plan."""
-        return self.groups * self.iterations
+        """Positions of the whole plan."""
+        return self.positions * self.iterations
 
     @cached_property
     def barrier(self) -> bool:
@@ -79,9 +94,22 @@ class StalenessBound:
         """Whether a replica's rollouts end before its weights are exchanged."""
         return self.asynchrony.refit == "drain" or self.barrier
 
+    def iteration_of(self, position: int) -> int:
+        """The iteration that a group belongs to, from 1."""
+        return position // self.positions + 1
+
+    def round_of(self, position: int) -> int:
+        """The round of its iteration that a group belongs to, from 1."""
+        return position % self.positions // self.groups + 1
+
+    def round_positions(self, iteration: int, number: int) -> range:
+        """The groups of a round of an iteration."""
+        first = (iteration - 1) * self.positions + (number - 1) * self.groups
+        return range(first, first + self.groups)
+
     def may_begin(self, position: int, version: int) -> bool:
         """Whether a rollout of this group may begin on this version."""
-        return position // self.groups - version <= self.start_lag
+        return self.iteration_of(position) - 1 - version <= self.start_lag
 
     def due(self, evaluated: int, version: int) -> int | None:
         """The version that is to be evaluated next, if it exists already."""

@@ -162,11 +162,27 @@ class Controller:
 
     @apply.register
     def _(self, event: happened.RolloutEvicted) -> None:
-        key = (event.position, event.sample)
         if self.batch is not None and event.position in self.batch:
             raise DataError(f"Rollout {event.position}/{event.sample} is being trained on and cannot be evicted.")
-        if (running := self.pool.evict(key)) is not None:
+        for key, running in self.pool.evict((event.position, event.sample)).items():
             self._left(key, running.replica)
+
+    @apply.register
+    def _(self, event: happened.RoundStarted) -> None:
+        for position, sample, version in event.finished:
+            own = self.terms.round_positions(event.iteration, event.number)
+            if position not in own or not self.terms.may_begin(position, version):
+                raise DataError(
+                    f"Rollout {position}/{sample} of version {version} cannot be of round {event.number} of iteration "
+                    f"{event.iteration}: it is too old, or of another one."
+                )
+        self.pool.begin_round(event.iteration, event.number)
+        for position, sample, version in event.finished:
+            self.pool.adopt((position, sample), version)
+
+    @apply.register
+    def _(self, event: happened.RoundsEnded) -> None:
+        self.pool.end_rounds(event.iteration, event.rounds)
 
     @apply.register
     def _(self, event: happened.TrainingStarted) -> None:
@@ -232,7 +248,7 @@ class Controller:
     def _(self, event: happened.IterationSkipped) -> None:
         if event.iteration != self.version + 1 or self.finished:
             raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
-        positions = self.batch or self.pool.oldest()
+        positions = self.batch if self.batch and self.terms.chooses else self.pool.oldest()
         for place in self.replicas.values():
             place.running = {key for key in place.running if key[0] not in positions}
         self.pool.drop(positions)

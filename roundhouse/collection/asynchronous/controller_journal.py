@@ -159,6 +159,7 @@ class ControllerState(_Part):
     schema_version: Literal[1] = 1
     groups_an_iteration: int
     group_size: int
+    rounds_an_iteration: int = 1
     start_lag: int
     """How early what is in here may have begun."""
     version: int
@@ -171,6 +172,10 @@ class ControllerState(_Part):
     attempts: list[tuple[int, int, int]]
     head: int
     trained_ahead: list[int]
+    rounds: list[tuple[int, int]] = []
+    """(iteration, rounds begun)."""
+    ended: list[int] = []
+    """Iterations that draw no further round."""
     groups: list[GroupState]
     running: list[RunningState]
     replicas: list[ReplicaState]
@@ -182,6 +187,7 @@ def snapshot(controller: Controller) -> ControllerState:
     return ControllerState(
         groups_an_iteration=controller.terms.groups,
         group_size=controller.terms.group_size,
+        rounds_an_iteration=controller.terms.rounds,
         start_lag=controller.terms.start_lag,
         version=controller.version,
         batch=None if controller.batch is None else list(controller.batch),
@@ -193,6 +199,8 @@ def snapshot(controller: Controller) -> ControllerState:
         attempts=sorted((*key, count) for key, count in pool.attempts.items()),
         head=pool.head,
         trained_ahead=sorted(pool.trained_ahead),
+        rounds=sorted(pool.rounds.items()),
+        ended=sorted(pool.ended),
         groups=[
             GroupState(position=position, versions=sorted(group.versions.items()), failed=sorted(group.failed))
             for position, group in sorted(pool.groups.items())
@@ -219,6 +227,11 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
             f"The controller's state is of {state.groups_an_iteration} groups of {state.group_size} an iteration, not of "
             f"{terms.groups} groups of {terms.group_size}. Take the change back, or start a new run."
         )
+    if terms.rounds != state.rounds_an_iteration:
+        raise DataError(
+            f"The controller's state is of {state.rounds_an_iteration} rounds an iteration at most, not of {terms.rounds} "
+            "(rollout.dynamic_sampling.max_rounds). Take the change back, or start a new run."
+        )
     if terms.start_lag < state.start_lag:
         raise DataError(
             f"Rollouts have begun up to {state.start_lag} versions early, and asynchrony.staleness "
@@ -232,6 +245,7 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
     controller.in_training = state.in_training
     pool = controller.pool
     pool.cursor, pool.head, pool.trained_ahead = state.cursor, state.head, set(state.trained_ahead)
+    pool.rounds, pool.ended = dict(state.rounds), set(state.ended)
     pool.again = list(state.again)
     heapq.heapify(pool.again)
     pool.attempts = {(position, sample): count for position, sample, count in state.attempts}
@@ -239,7 +253,7 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
         pool.groups[group.position] = Group(dict(group.versions), set(group.failed))
         if len(group.versions) + len(group.failed) == terms.group_size:
             pool.complete.add(group.position)
-            iteration = group.position // terms.groups
+            iteration = terms.iteration_of(group.position)
             pool.complete_of[iteration] = pool.complete_of.get(iteration, 0) + 1
     for item in state.running:
         pool.running[(item.position, item.sample)] = RunningRollout(item.replica, item.version)

@@ -4,7 +4,8 @@ Invariant: the events, in order, are everything that the controller's state is m
 that reports a fact (a rollout finished, a version was made) is recorded after the fact is in the store.
 
 A rollout is named by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
-(k - 1) * groups ... k * groups - 1. Attempts count from 1, so that the late word of one that was given up is known as such.
+(k - 1) * groups ... k * groups - 1, with as many times more for each if it may draw several rounds. Attempts count from 1, so
+that the late word of one that was given up is known as such.
 """
 
 from __future__ import annotations
@@ -50,6 +51,24 @@ class RolloutEvicted(NamedTuple):
     position: int
     sample: int
     reason: str
+
+
+class RoundStarted(NamedTuple):
+    """An iteration draws a further round (2, 3, …): of the groups of those before too few have spread.
+
+    `finished`: (position, sample, oldest version) of its rollouts that are in the store, from an earlier time that it began.
+    """
+
+    iteration: int
+    number: int
+    finished: tuple[tuple[int, int, int], ...] = ()
+
+
+class RoundsEnded(NamedTuple):
+    """An iteration that may draw several rounds draws no further one: enough groups have spread, or this was the last."""
+
+    iteration: int
+    rounds: int
 
 
 class TrainingStarted(NamedTuple):
@@ -145,6 +164,8 @@ Event = (
     | RolloutFinished
     | RolloutFailed
     | RolloutEvicted
+    | RoundStarted
+    | RoundsEnded
     | TrainingStarted
     | TrainingFinished
     | TrainingFailed
