@@ -20,6 +20,7 @@ import asyncio
 import io
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -253,6 +254,8 @@ class Parts:
         self._journal_names: list[str] = []
         self._own_journal: list[str] = []
         self._waiting: list[Rollout] = []
+        self._adding = threading.Lock()
+        """A further round is begun in another thread than that which adds and flushes."""
         self._flushed_at = time.monotonic()
         names = [name for name in self._location.names() if name.endswith(".parquet")]
         if shard is not None:
@@ -284,19 +287,22 @@ class Parts:
         """Take over those rollouts of `specs` that an earlier attempt finished; by id. Failed ones are to be tried again."""
         ids = [spec.rollout_id for spec in specs]
         kept = {id: self._earlier.pop(id) for id in ids if id in self._earlier}
-        self._waiting.extend(kept.values())
+        with self._adding:
+            self._waiting.extend(kept.values())
         return kept
 
     def add(self, rollout: Rollout) -> None:
         """A rollout has its outcome."""
         self.journal.finished(rollout)
-        self._waiting.append(rollout)
+        with self._adding:
+            self._waiting.append(rollout)
         if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Write down what happened since the last time."""
-        waiting, self._waiting = self._waiting, []
+        with self._adding:
+            waiting, self._waiting = self._waiting, []
         if waiting:
             self.attempt.write_table("turns", turns_table(waiting))
             self.attempt.write_table("rollouts", rollouts_table(waiting))

@@ -17,7 +17,7 @@ rollout that spans a refit, exp(old - gen) is right token by token: each token's
     seq-mask-tis with its defaults     0.999 to 1.002 is for rounding; a version of lag takes out nearly everything
     importance_ratio: on_policy        it means cur = old = gen
     KL in the loss, unweighted         estimates the KL from tokens that the policy did not sample
-    rollout.dynamic_sampling           which groups an iteration has is known only after they were rolled out
+    rollout.dynamic_sampling, window   a round is judged when all of its groups are complete; a window takes quick ones before
 
 Not refused: cross_entropy, which learns from chosen rollouts of any policy; `validation.recompute_tolerance`, which judges
 only sequences of the version that trains.
@@ -704,13 +704,14 @@ def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[Unsound]:
                 "Set it to true, or kl_coefficient to 0.",
             )
         )
-    if config.rollout.dynamic_sampling is not None:
+    if config.rollout.dynamic_sampling is not None and asynchrony.window > 1:
         found.append(
             Unsound(
                 "rollout.dynamic_sampling",
                 "set",
-                "an iteration's groups have to be known before they are rolled out, or quick groups would be preferred;",
-                "unset it, or set asynchrony.staleness to 0.",
+                f"asynchrony.window is {asynchrony.window}, so that a step takes groups before slower ones of their round are "
+                "complete, and whether a round has enough groups with spread is known only then.",
+                "Unset it, or set asynchrony.mode to batch-async or fully-async and window to 1.",
             )
         )
     return found

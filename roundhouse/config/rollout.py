@@ -138,7 +138,8 @@ class RetryPolicy(Section):
 
 
 class DynamicSampling(Section):
-    """Collect more tasks until `rollout.prompts_per_iteration` of them have spread in rewards (DAPO, arXiv 2503.14476)."""
+    """Collect more tasks until `rollout.prompts_per_iteration` of them have spread in rewards (DAPO, arXiv 2503.14476). In
+    every `asynchrony.mode`, unless `asynchrony.window` is above 1."""
 
     max_rounds: PositiveInt = 10
     """Rounds of `rollout.prompts_per_iteration` tasks each, the first one included."""

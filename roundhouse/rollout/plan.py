@@ -371,12 +371,16 @@ def sample_rounds(
     iteration: int,
     roll_out: Callable[[list[RolloutSpec]], list[Rollout]],
     history: TaskHistory = NOTHING,
+    *,
+    named_by_iteration: bool = False,
 ) -> Sampled:
     """Roll out `config.prompts_per_iteration` tasks; under dynamic sampling as many a round, until that many groups have spread
     or `max_rounds` are over.
 
     Args:
+        roll_out: makes the rollouts of one round, and returns them in the order of their specs.
         history: what is recorded of the tasks, for `config.curriculum`.
+        named_by_iteration: as of `plan_rollouts`.
 
     Raises:
         TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
@@ -388,8 +392,8 @@ def sample_rounds(
     while len(found) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
         number += 1
         rows += round_tasks(tasks, config, seed, iteration, number, history)
-        planned = plan_rollouts(rows, config.group_size, seed, iteration)
-        rollouts += roll_out(planned[len(rollouts) :])
+        planned = plan_rollouts(rows, config.group_size, seed, iteration, named_by_iteration=named_by_iteration)
+        rollouts += roll_out(planned[-config.prompts_per_iteration * config.group_size :])
         found = groups_with_spread(rollouts)
     if policy is None:
         return Sampled(rows, rollouts, number, dynamic=False, kept=[], surplus=[])

@@ -14,15 +14,18 @@ drawn by. CPU seconds of the generation loop are those of the collect stage that
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from typing import Any
 
 from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.asynchronous.resumption import oldest_version
-from roundhouse.collection.asynchronous.runner import Progress, RolloutRunner
+from roundhouse.collection.asynchronous.runner import OpenIteration, Progress, RolloutRunner
 from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures, written_rollouts
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
+from roundhouse.launch.base import Stopped
+from roundhouse.rollout.plan import RolloutSpec, Sampled
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -39,6 +42,7 @@ def prefetch_rollouts(
 
     Raises:
         TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
+        TooFewSequences: too few groups have spread after the last round (`rollout.dynamic_sampling`).
         InfraError: a shard lost more workers than `rollout.distribution.restarts`.
     """
     config, stage = run.config, generated_in(run, iteration)
@@ -49,10 +53,8 @@ def prefetch_rollouts(
     with attribute_to_this_stage():
         opened = runner.open(iteration, stage, oldest, progress)
         try:
-            if not runner.wait(opened):
+            if (sampled := _in_rounds(run, runner, opened)) is None:
                 return None
-            if not chooses:  # else when a step is decided on
-                refuse_many_failures(opened.made(), config.rollout, runner.url)
             runner.flush()
         finally:
             runner.close(iteration)
@@ -64,10 +66,38 @@ def prefetch_rollouts(
             counts=ledger.counts(),
             metrics=Collected(rollouts, opened.window_seconds).metrics()
             | metrics_by_environment(config, rollouts, "mixture/")
-            | runner.plan.draw_metrics(iteration)
-            | opened.attempt.metrics(),
-            details=_generated_by(run, iteration, rollouts, ledger),
+            | opened.attempt.metrics()
+            | sampled.metrics()
+            | runner.plan.draw_of(iteration).metrics(sampled.tasks),
+            details=_generated_by(run, iteration, rollouts, ledger) | sampled.details(),
         )
+
+
+def _in_rounds(run: Run, runner: RolloutRunner[Any], opened: OpenIteration) -> Sampled | None:
+    """One round of an open iteration, or under dynamic sampling as many as it takes; None when the runner was ended before.
+
+    Raises:
+        TooFewRollouts: more rollouts of a round failed than `rollout.max_failed_fraction`.
+        TooFewSequences: as of `roundhouse.rollout.plan.sample_rounds`.
+    """
+    numbers, chooses = count(1), run.config.asynchrony.window > 1
+
+    def roll_out(specs: list[RolloutSpec]) -> list[Rollout]:
+        runner.begin_round(opened, next(numbers))
+        if not runner.wait(opened):
+            raise Stopped
+        asked = {spec.rollout_id for spec in specs}
+        rollouts = [rollout for rollout in opened.made() if rollout.rollout_id in asked]
+        if not chooses:  # else when a step is decided on
+            refuse_many_failures(rollouts, run.config.rollout, runner.url)
+        return rollouts
+
+    try:
+        sampled = runner.plan.sample(opened.iteration, roll_out)
+    except Stopped:
+        return None
+    runner.end_rounds(opened, sampled.rounds)
+    return sampled
 
 
 def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: StepBatch) -> Reference:

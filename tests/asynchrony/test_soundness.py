@@ -45,7 +45,6 @@ def test_a_correction_that_was_turned_off_is_refused_and_not_replaced():
             "train.algorithm.importance_ratio",
         ),
         ({"mismatch_correction": "tis", "kl_coefficient": 0.1}, {}, "train.algorithm.kl_importance_weighting"),
-        ({"mismatch_correction": "tis"}, {"rollout": {"dynamic_sampling": {}}}, "rollout.dynamic_sampling"),
     ],
 )
 def test_what_cannot_be_right_is_named_with_key_value_and_remedy(algorithm, settings, key):
@@ -53,6 +52,17 @@ def test_what_cannot_be_right_is_named_with_key_value_and_remedy(algorithm, sett
     assert [item.key for item in found] == [key]
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         refuse_unsound(STALE, config(algorithm, **settings))
+
+
+def test_rounds_are_let_through_and_refused_with_a_window():
+    rounds = {"rollout": {"prompts_per_iteration": 4, "dynamic_sampling": {}}}
+    for mode in ("batch-async", "fully-async"):
+        config(asynchrony={"mode": mode, "staleness": 1}, **rounds)
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.dynamic_sampling is set: asynchrony.window is 3.*Unset it, or set .*fully-async and window to 1",
+    ):
+        config(asynchrony={"mode": "windowed", "staleness": 3, "window": 3}, **rounds)
 
 
 @pytest.mark.parametrize(

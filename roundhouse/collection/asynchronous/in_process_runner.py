@@ -10,7 +10,7 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from roundhouse.activity import announce
@@ -20,6 +20,7 @@ from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Continue
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.resumption import finished_rollouts, forget
 from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.collector import Parts
 from roundhouse.cpu import attribute_to_this_stage
@@ -27,6 +28,7 @@ from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
@@ -41,12 +43,13 @@ class OpenCollection:
 
     iteration: int
     attempt: Parts
-    keys: tuple[Key, ...]
-    """Of its rollouts, in the plan's order."""
-    collection: collector.RolloutCollection
     context: contextvars.Context
     """Of its stage, so that its rollouts are signs of life of this stage."""
     progress: Progress | None
+    keys: tuple[Key, ...] = ()
+    """Of the rollouts of the rounds that have begun, in the plan's order."""
+    collection: collector.RolloutCollection = field(init=False)
+    """Of the newest of these rounds: those before it are complete."""
     rollouts: dict[Key, Rollout] = field(default_factory=dict)
     running: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
     spans: dict[Key, tuple[float, float]] = field(default_factory=dict)
@@ -88,24 +91,41 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
             self._refuse_ended()
         version = iteration - 1  # that its step trains from
         parts = Parts(self.run.begin(stage, policy_version=version), version, oldest_version)
-        specs = self.plan.specs(iteration)
-        keys = dict(zip(self.plan.keys(iteration), specs, strict=True))
-        collection = collector.RolloutCollection.of(
-            specs,
+        opened = OpenCollection(iteration, parts, contextvars.copy_context(), progress)
+        with self._dispatch as dispatch:
+            pool, number = dispatch.controller.pool, 0
+            while number < pool.rounds_of(iteration):  # fewer when a round turns out to have lost a rollout
+                number += 1
+                specs = dict(zip(self.plan.keys(iteration, number), self.plan.specs(iteration, number), strict=True))
+                kept = self._enter(opened, specs, [key for key in specs if pool.has_left(key[0]) or key in pool])
+                forget(dispatch, specs, kept)
+            return self._register(opened)
+
+    def _begin_round(self, opened: OpenCollection, number: int) -> None:
+        iteration = opened.iteration
+        specs = dict(zip(self.plan.keys(iteration, number), self.plan.specs(iteration, number), strict=True))
+        with self._dispatch as dispatch:
+            kept = self._enter(opened, specs, specs)
+            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(kept, iteration - 1))))
+
+    def _enter(
+        self, opened: OpenCollection, specs: Mapping[Key, RolloutSpec], counted: Iterable[Key]
+    ) -> dict[Key, Rollout]:
+        """Make the rollouts of a round the collection's; returns those of `counted` that earlier attempts finished."""
+        config, parts = self.run.config, opened.attempt
+        by_id = parts.keep([specs[key] for key in counted])
+        kept = {key: by_id[spec.rollout_id] for key, spec in specs.items() if spec.rollout_id in by_id}
+        opened.keys += tuple(specs)
+        opened.rollouts |= kept
+        opened.collection = collector.RolloutCollection.of(
+            list(specs.values()),
             self._policy,
             self._environment,
-            self.run.config.rollout,
-            self.run.config.generation.sampling,
+            config.rollout,
+            config.generation.sampling,
             journal=parts.journal,
         )
-        context = contextvars.copy_context()
-        opened = OpenCollection(iteration, parts, tuple(keys), collection, context, progress)
-        with self._dispatch as dispatch:
-            pool = dispatch.controller.pool
-            counted = [key for key in keys if pool.has_left(key[0]) or key in pool]
-            kept = parts.keep([keys[key] for key in counted])
-            opened.rollouts = {key: kept[keys[key].rollout_id] for key in counted if keys[key].rollout_id in kept}
-            return self._register(opened, set(opened.rollouts))
+        return kept
 
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
         found = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
-from roundhouse.collection.asynchronous.events import Transfer
+from roundhouse.collection.asynchronous.events import Train, Transfer
 from roundhouse.collection.asynchronous.in_process_runner import InProcessRunner
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.asynchronous.resumption import catch_up, resume, unfinished_iterations
@@ -198,9 +198,9 @@ class Overlap:
             yield StepBatch((), {})
             return
         with self.dispatch as dispatch:
-            controller, own = self.dispatch.controller, self.plan.groups(k)
+            controller = self.dispatch.controller
             train = controller.training()
-            if train is None or train.iteration != k or (train.groups != own and not self.chooses):
+            if train is None or train.iteration != k or (not self.chooses and not self._is_own(train)):
                 raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
             batch = StepBatch(train.groups, self.runner.at_hand(train.groups), self.runner.window_seconds(train.groups))
             if self.chooses and controller.batch is None:
@@ -217,6 +217,10 @@ class Overlap:
             raise
         self.dispatch.tell(happened.TrainingFinished(k))
         self.dispatch.record(keep_state=True)
+
+    def _is_own(self, train: Train) -> bool:
+        """Whether a step trains on its iteration's own groups alone."""
+        return all(self.plan.iteration_of(position) == train.iteration for position in train.groups)
 
     def _gives_up(self, failure: BaseException) -> BaseException:
         """Both loops are to be begun again, and what failed with them."""

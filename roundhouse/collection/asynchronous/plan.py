@@ -3,15 +3,17 @@
 Invariant: a pure function of the configuration, the environment's tasks and, with `rollout.curriculum`, of what the store holds
 of the iterations that were trained on before any rollout of the planned one may begin. Iteration k's own groups are the
 positions (k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
+With `rollout.dynamic_sampling` these are the positions of all rounds that the iteration may draw, round after round.
 
     2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
+    the same, 3 rounds at most:           2/1  ->  iteration 1, the first task of its second round, sample 1
 
 With a window, a step trains on groups of several iterations, so these are called by their iteration, too: `<task_id>@2`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from roundhouse.collection.asynchronous.bound import StalenessBound
@@ -19,18 +21,18 @@ from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw
-from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, round_tasks
+from roundhouse.rollout.plan import RolloutSpec, Sampled, plan_rollouts, round_tasks, sample_rounds
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout
 
 KEPT = 16
-"""Iterations whose plan is kept in memory."""
+"""Rounds whose plan is kept in memory."""
 
 
 def bound_of(run: Run) -> StalenessBound:
     """What the run's controller is held to. Version 0, or a fork's first, is evaluated before the plan begins."""
-    config = run.config
+    config, sampling = run.config, run.config.rollout.dynamic_sampling
     return StalenessBound(
         config.asynchrony,
         groups=config.rollout.prompts_per_iteration,
@@ -39,6 +41,7 @@ def bound_of(run: Run) -> StalenessBound:
         validate_every=config.evaluation.every or 0,
         first_version=run.first_version,
         evaluates_first=False,
+        rounds=1 if sampling is None else sampling.max_rounds,
     )
 
 
@@ -55,19 +58,19 @@ class Plan:
         """`tasks`: the training tasks; unset, all of the environment."""
         self._run = run
         self._config = config = run.config
+        self._bound = bound_of(run)
         self._tasks = open_environment(config.environment).tasks("train") if tasks is None else tasks
         self.draw_of = lru_cache(maxsize=KEPT)(self._draw_of)
         """What the tasks of an iteration are drawn by; asked for when its rollouts may begin."""
         self.specs = lru_cache(maxsize=KEPT)(self._specs)
-        """The rollouts of an iteration, groups in order, samples in order."""
+        """The rollouts of a round of an iteration, the first unless it is named; groups in order, samples in order."""
 
     def iteration_of(self, position: int) -> int:
-        return position // self._config.rollout.prompts_per_iteration + 1
+        return self._bound.iteration_of(position)
 
-    def groups(self, iteration: int) -> tuple[int, ...]:
-        """The positions of an iteration's own groups."""
-        first = (iteration - 1) * self._config.rollout.prompts_per_iteration
-        return tuple(range(first, first + self._config.rollout.prompts_per_iteration))
+    def groups(self, iteration: int, number: int = 1) -> tuple[int, ...]:
+        """The positions of the groups of an iteration's round."""
+        return tuple(self._bound.round_positions(iteration, number))
 
     def samples(self, position: int) -> Iterator[Key]:
         """The rollouts of a group."""
@@ -76,29 +79,51 @@ class Plan:
     def spec(self, key: Key) -> RolloutSpec:
         """The spec of a rollout of the controller's."""
         groups, size = self._config.rollout.prompts_per_iteration, self._config.rollout.group_size
-        return self.specs(self.iteration_of(key[0]))[key[0] % groups * size + key[1]]
+        specs = self.specs(self.iteration_of(key[0]), self._bound.round_of(key[0]))
+        return specs[key[0] % groups * size + key[1]]
 
-    def keys(self, iteration: int) -> Iterator[Key]:
-        """The rollouts of an iteration as the controller calls them, in the order of `specs`."""
-        for position in self.groups(iteration):
+    def keys(self, iteration: int, number: int = 1) -> Iterator[Key]:
+        """The rollouts of a round as the controller calls them, in the order of `specs`."""
+        for position in self.groups(iteration, number):
             yield from self.samples(position)
 
     def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
         """Rollouts of an iteration by their key; what is not of the plan is left out."""
-        found = {rollout.rollout_id: rollout for rollout in rollouts}
-        pairs = zip(self.keys(iteration), self.specs(iteration), strict=True)
-        return {key: found[spec.rollout_id] for key, spec in pairs if spec.rollout_id in found}
+        left, found = {rollout.rollout_id: rollout for rollout in rollouts}, dict[Key, Rollout]()
+        for number in range(1, self._bound.rounds + 1):
+            if not left:
+                break
+            for key, spec in zip(self.keys(iteration, number), self.specs(iteration, number), strict=True):
+                if (rollout := left.pop(spec.rollout_id, None)) is not None:
+                    found[key] = rollout
+        return found
 
-    def _draw_of(self, iteration: int) -> RecordedDraw:
-        oldest = iteration - 1 - self._config.asynchrony.start_lag(self._config.rollout.prompts_per_iteration)
-        return recorded_draw(self._run, oldest)
+    def sample(self, iteration: int, roll_out: Callable[[list[RolloutSpec]], list[Rollout]]) -> Sampled:
+        """Roll out an iteration's tasks, in as many rounds as it takes (`roundhouse.rollout.plan.sample_rounds`)."""
+        config, history = self._config, self.draw_of(iteration).history
+        return sample_rounds(
+            self._tasks,
+            config.rollout,
+            config.seed,
+            iteration,
+            roll_out,
+            history,
+            named_by_iteration=self._bound.chooses,
+        )
 
     def draw_metrics(self, iteration: int) -> dict[str, float]:
         """What an iteration's curriculum drew."""
         return self.draw_of(iteration).metrics([spec.row for spec in self.specs(iteration) if spec.sample == 0])
 
-    def _specs(self, iteration: int) -> tuple[RolloutSpec, ...]:
-        rollout = self._config.rollout
-        rows = round_tasks(self._tasks, rollout, self._config.seed, iteration, 1, self.draw_of(iteration).history)
-        mixed = self._config.asynchrony.window > 1
-        return tuple(plan_rollouts(rows, rollout.group_size, self._config.seed, iteration, named_by_iteration=mixed))
+    def _draw_of(self, iteration: int) -> RecordedDraw:
+        return recorded_draw(self._run, iteration - 1 - self._bound.start_lag)
+
+    def _specs(self, iteration: int, number: int = 1) -> tuple[RolloutSpec, ...]:
+        rollout, seed, history = self._config.rollout, self._config.seed, self.draw_of(iteration).history
+        rows = [
+            row
+            for each in range(1, number + 1)
+            for row in round_tasks(self._tasks, rollout, seed, iteration, each, history)
+        ]
+        planned = plan_rollouts(rows, rollout.group_size, seed, iteration, named_by_iteration=self._bound.chooses)
+        return tuple(planned[-rollout.prompts_per_iteration * rollout.group_size :])

@@ -10,11 +10,15 @@ says so before, and nothing of it is open any more.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
+from roundhouse.collection.asynchronous.pool import Key
 from roundhouse.collection.collector import written_rollouts
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.run import Run, skip_of
@@ -45,11 +49,11 @@ def resume(run: Run, plan: Plan) -> Dispatch:
             committed = stage.reference() is not None
             if committed and controller.terms.chooses:
                 continue
-            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items():
-                if rollout.status is not Status.FAILED and rollout.turns:
-                    finished.append((*key, oldest_version(rollout)))
-                elif committed:
-                    failed.append(key)
+            keyed = plan.keyed(iteration, written_rollouts(stage.location))
+            own = finished_rollouts(keyed)
+            finished += own
+            if committed:
+                failed += sorted(keyed.keys() - {(position, sample) for position, sample, _ in own})
         dispatch.tell(happened.Restarted(newest, tuple(finished), ((ENGINE, None),), tuple(failed)))
     except DataError as error:
         raise StoreError(
@@ -61,12 +65,10 @@ def resume(run: Run, plan: Plan) -> Dispatch:
         stage = generated_in(run, iteration)
         if stage.reference() is not None:
             continue
-        there = {
-            key
-            for key, rollout in plan.keyed(iteration, written_rollouts(stage.location)).items()
-            if rollout.status is not Status.FAILED and rollout.turns
-        }
-        forget(controller, dispatch, plan, iteration, there)
+        own = finished_rollouts(plan.keyed(iteration, written_rollouts(stage.location)))
+        rounds = range(1, controller.pool.rounds_of(iteration) + 1)
+        keys = chain.from_iterable(plan.keys(iteration, number) for number in rounds)
+        forget(dispatch, keys, {(position, sample) for position, sample, _ in own})
     dispatch.record(keep_state=True)
     return dispatch
 
@@ -82,6 +84,16 @@ def oldest_version(rollout: Rollout) -> int:
     return min(turn.policy_version for turn in rollout.turns)
 
 
+def finished_rollouts(keyed: Mapping[Key, Rollout], tokenless: int | None = None) -> list[tuple[int, int, int]]:
+    """Those that need not be made again, as events have them: (position, sample, oldest version). `tokenless` is the version of
+    those without turns; unset, they are made again."""
+    return [
+        (*key, oldest_version(rollout) if rollout.turns or tokenless is None else tokenless)
+        for key, rollout in keyed.items()
+        if rollout.status is not Status.FAILED and (rollout.turns or tokenless is not None)
+    ]
+
+
 def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
     while dispatch.controller.version < version:
         skipped = dispatch.controller.version + 1
@@ -90,12 +102,13 @@ def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
         dispatch.tell(happened.IterationSkipped(skipped, skip.code))
 
 
-def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: int, kept: set[tuple[int, int]]) -> None:
-    """Begin again the rollouts of an iteration that have an outcome and are not among those that are kept. What a step was
-    decided on stays."""
+def forget(dispatch: Dispatch, keys: Iterable[Key], kept: Collection[Key]) -> None:
+    """Begin again those of these rollouts that have an outcome and are not among those that are kept. What a step was decided
+    on stays."""
+    controller = dispatch.controller
     with dispatch:
-        for position, sample in plan.keys(iteration):
-            group = controller.pool.groups.get(position)
+        for position, sample in keys:
+            group = controller.pool.groups.get(position)  # none of a round that closed with a rollout of an earlier one
             if group is None or controller.has_decided(position) or (position, sample) in kept:
                 continue
             if sample in group.failed:
@@ -106,11 +119,11 @@ def forget(controller: Controller, dispatch: Dispatch, plan: Plan, iteration: in
 
 def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
     """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
-    groups, pool = controller.terms.groups, controller.pool
-    begun = {position // groups + 1 for position in pool.groups}
-    if controller.terms.chooses:  # a stage can end after the step that took the last of its groups
-        begun |= {position // groups + 1 for position in pool.trained_ahead}
-        iteration = pool.head // groups
+    terms, pool = controller.terms, controller.pool
+    begun = {terms.iteration_of(position) for position in pool.groups}
+    if terms.chooses:  # a stage can end after the step that took the last of its groups
+        begun |= {terms.iteration_of(position) for position in pool.trained_ahead}
+        iteration = terms.iteration_of(pool.head) - 1
         while iteration > run.first_version and generated_in(run, iteration).reference() is None:
             begun.add(iteration)
             iteration -= 1
@@ -120,6 +133,6 @@ def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
 def _open_iterations(controller: Controller, version: int) -> range:
     """Those that may have rollouts and have not been trained."""
     terms = controller.terms
-    first = controller.pool.head // terms.groups if terms.chooses else version
+    first = terms.iteration_of(controller.pool.head) - 1 if terms.chooses else version
     last = version + 1 + terms.start_lag
     return range(first + 1, min(last, terms.iterations) + 1)

@@ -20,11 +20,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from roundhouse.activity import ACTIVITY
+from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Continue
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.asynchronous.resumption import forget
 from roundhouse.errors import InfraError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
@@ -76,7 +75,7 @@ class OpenIteration(Protocol):
 
     @property
     def planned(self) -> int:
-        """Rollouts of the iteration."""
+        """Rollouts of the iteration's rounds that have begun."""
         ...
 
     @property
@@ -90,7 +89,7 @@ class OpenIteration(Protocol):
         ...
 
     def made(self) -> list[Rollout]:
-        """The rollouts that have an outcome so far."""
+        """The rollouts that have an outcome so far, in the plan's order."""
         ...
 
     def settle(self) -> list[Rollout]:
@@ -149,9 +148,25 @@ class RolloutRunner(ABC, Generic[O]):
             InfraError: the runner has ended, or what its workers run on does not answer.
         """
 
+    def begin_round(self, opened: O, number: int) -> None:
+        """Let the rollouts of a round begin (`rollout.dynamic_sampling`), when those before it are complete. Does nothing for
+        the first, or for one that had begun when the iteration was opened.
+
+        Raises:
+            InfraError: as of `open`.
+        """
+        if number > self._dispatch.controller.pool.rounds_of(opened.iteration):
+            self._begin_round(opened, number)
+
+    def end_rounds(self, opened: O, rounds: int) -> None:
+        """After so many rounds, the iteration draws no further one: it can be trained on."""
+        with self._dispatch as dispatch:
+            if dispatch.controller.pool.awaits_round(opened.iteration):
+                dispatch.tell(happened.RoundsEnded(opened.iteration, rounds))
+
     def wait(self, opened: O) -> bool:
-        """Wait until all of its rollouts have an outcome; with a window, until steps were decided on for all of its groups.
-        False when the runner ends before.
+        """Wait until all rollouts of its rounds have an outcome; with a window, until steps were decided on for all of its
+        groups. False when the runner ends before.
 
         Raises:
             Exception: why this attempt cannot be completed.
@@ -211,6 +226,10 @@ class RolloutRunner(ABC, Generic[O]):
         """The runner's thread. Last, it sets `ended` and wakes all that wait."""
 
     @abstractmethod
+    def _begin_round(self, opened: O, number: int) -> None:
+        """Let the rollouts of a further round begin; what earlier attempts finished of it is kept."""
+
+    @abstractmethod
     def _is_at_work(self, opened: O) -> bool: ...
 
     def _interrupt(self) -> None:
@@ -228,10 +247,9 @@ class RolloutRunner(ABC, Generic[O]):
             return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
         return opened.complete
 
-    def _register(self, opened: O, kept: set[Key]) -> O:
-        """Its rollouts may begin; of those with an outcome, what was not kept begins again."""
+    def _register(self, opened: O) -> O:
+        """Its rollouts may begin."""
         with self._dispatch as dispatch:
-            forget(dispatch.controller, dispatch, self.plan, opened.iteration, kept)
             self._open[opened.iteration] = opened
             self.wanted = None
             dispatch.wake()

@@ -17,8 +17,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,8 +27,9 @@ from roundhouse.collection import collector
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
 from roundhouse.collection.asynchronous.events import Block, Continue
-from roundhouse.collection.asynchronous.plan import Plan, generated_in
+from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.asynchronous.resumption import finished_rollouts, forget
 from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.collector import by_id
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
@@ -58,8 +58,13 @@ class OpenShard:
     def label(self) -> str:
         return self.shard.label
 
+    @property
+    def place(self) -> Key:
+        """Its first rollout, by which it is known among the shards of all rounds."""
+        return self.keys[0]
+
     def holds(self, key: Key) -> bool:
-        """Whether a rollout of its iteration is in it: they lie next to each other."""
+        """Whether a rollout of its iteration is in it: these lie next to each other."""
         return self.keys[0] <= key <= self.keys[-1]
 
 
@@ -69,16 +74,15 @@ class OpenShards:
 
     iteration: int
     attempt: ShardedAttempt
-    shards: list[OpenShard]
-    outcomes: dict[str, ShardOutcome]
-    """By shard; complete when all have one."""
-    launcher: Launcher | None
-    """None: all shards were whole when it was opened."""
-    ending: ExitStack
-    """Lets go of the workers."""
     context: contextvars.Context
     """Of its stage, so that its workers are signs of life of this stage."""
     progress: Progress | None
+    shards: list[OpenShard] = field(default_factory=list)
+    """Of the rounds that have begun, in the plan's order."""
+    outcomes: dict[Key, ShardOutcome] = field(default_factory=dict)
+    """By the place of the shard; complete when all have one."""
+    launcher: Launcher | None = None
+    """None: all shards of the newest round were whole when it was opened."""
     stopped: threading.Event = field(default_factory=threading.Event)
     """Its workers are to end."""
     error: Exception | None = None
@@ -86,8 +90,8 @@ class OpenShards:
     finished: dict[str, int] = field(default_factory=dict)
     """Finished rollouts by shard, as the worker at work reports them."""
     reported: int = 0
-    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By shard, the first begin and the last end of its workers in this attempt, of one clock."""
+    spans: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    """By the place of the shard, the first begin and the last end of its workers in this attempt, of one clock."""
 
     @property
     def complete(self) -> bool:
@@ -106,14 +110,32 @@ class OpenShards:
         return next(open_shard for open_shard in self.shards if open_shard.holds(key))
 
     def made(self) -> list[Rollout]:
-        return [rollout for outcome in self.outcomes.values() for rollout in outcome.rollouts]
+        outcomes = [self.outcomes[each.place] for each in self.shards if each.place in self.outcomes]
+        return [rollout for outcome in outcomes for rollout in outcome.rollouts]
+
+    def missing(self) -> list[OpenShard]:
+        """Shards without an outcome."""
+        return [each for each in self.shards if each.place not in self.outcomes]
+
+    def launch(self, missing: Sequence[OpenShard]) -> None:
+        """Let go of the workers of earlier rounds, and open what starts those of these shards."""
+        self.let_go()
+        if missing:
+            self.launcher = self.attempt.open_launcher([each.task for each in missing])
+
+    def let_go(self) -> None:
+        """Let go of the workers, which have ended, and count what they cost."""
+        if (launcher := self.launcher) is not None:
+            self.launcher = None
+            launcher.close()
+            self.attempt.spend(launcher.metrics())
 
     def settle(self) -> list[Rollout]:
         """A shard without an outcome has groups that were dropped before it was whole: what there is of it counts."""
         written: dict[str, Rollout] | None = None
         settled = []
         for each in self.shards:
-            if (outcome := self.outcomes.get(each.label)) is None:
+            if (outcome := self.outcomes.get(each.place)) is None:
                 written = written or by_id(self.attempt.stage)
                 outcome = self.attempt.taken_over(each.shard, written, is_settled=True)
             if outcome is not None:
@@ -123,7 +145,8 @@ class OpenShards:
 
     def report_progress(self) -> None:
         """Report how far it is, where that is news."""
-        at_work = sum(count for label, count in list(self.finished.items()) if label not in self.outcomes)
+        counted = {each.label for each in self.shards if each.place not in self.outcomes}
+        at_work = sum(count for label, count in list(self.finished.items()) if label in counted)
         finished = at_work + sum(len(outcome.rollouts) for outcome in list(self.outcomes.values()))
         if self.progress is not None and finished != self.reported:
             self.reported = finished
@@ -188,12 +211,12 @@ class RunningShard:
     def _carry_out(self) -> ShardOutcome:
         opened, shard = self.opened, self.shard
         assert opened.launcher is not None, "a shard that has begun was missing when its collection was opened"
-        began, _ = opened.spans.get(shard.label, (time.monotonic(), 0.0))
+        began, _ = opened.spans.get(shard.place, (time.monotonic(), 0.0))
         try:
             task = begun_on(shard.task, self.version)
             return opened.attempt.work(opened.launcher, shard.shard, task, opened.stopped, opened.finished)
         finally:
-            opened.spans[shard.label] = began, time.monotonic()
+            opened.spans[shard.place] = began, time.monotonic()
 
     def _take(self, outcome: ShardOutcome) -> None:
         """The shard is whole: report the outcome of each rollout."""
@@ -209,7 +232,7 @@ class RunningShard:
                 else:
                     events.append(happened.RolloutFinished(*key, attempt))
             dispatch.tell(*events)
-            self.opened.outcomes[outcome.label] = outcome
+            self.opened.outcomes[self.shard.place] = outcome
 
 
 class ShardRunner(RolloutRunner[OpenShards]):
@@ -227,36 +250,58 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> OpenShards:
         self._refuse_ended()
         attempt = ShardedAttempt(self.run, stage, iteration - 1, oldest_version)
+        opened = OpenShards(iteration, attempt, contextvars.copy_context(), progress)
+        pool, number = self._dispatch.controller.pool, 0
+        while number < pool.rounds_of(iteration):  # fewer when a round turns out to have lost a shard
+            number += 1
+            self._enter(opened, number)
+        self._launch(opened, opened.missing())
+        return self._register(opened)
+
+    def _begin_round(self, opened: OpenShards, number: int) -> None:
+        self._until_ended(opened)  # the threads of the round before, whose workers have ended
+        shards, iteration = self._shards(opened, number), opened.iteration
+        outcomes = self._whole(opened, shards, ())
+        written = self.plan.keyed(iteration, by_id(opened.attempt.stage).values())
+        kept = {key: written[key] for key in self.plan.keys(iteration, number) if key in written}
+        self._launch(opened, [each for each in shards if each.place not in outcomes])
+        with self._dispatch as dispatch:
+            opened.shards += shards
+            opened.outcomes |= outcomes
+            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(kept, iteration - 1))))
+
+    def _enter(self, opened: OpenShards, number: int) -> None:
+        """Add the shards of a round that has begun; what was lost of it since that was recorded is to begin again."""
+        shards, iteration = self._shards(opened, number), opened.iteration
+        with self._dispatch as dispatch:
+            controller = dispatch.controller
+            settled = {position for position in self.plan.groups(iteration, number) if controller.has_decided(position)}
+            counted = {key for key in self.plan.keys(iteration, number) if key[0] in settled or key in controller.pool}
+        there = [each for each in shards if counted.issuperset(each.keys)]
+        opened.outcomes |= self._whole(opened, there, settled)
+        opened.shards += shards
+        lost = {key for each in there if each.place not in opened.outcomes for key in each.keys}
+        forget(self._dispatch, self.plan.keys(iteration, number), counted - lost)
+
+    def _shards(self, opened: OpenShards, number: int) -> list[OpenShard]:
+        """Those of a round."""
         # The share of `rollout.concurrency` is the same for all shards: any of them may be at work at once
         config, count = self.run.config, self._distribution.shards
         share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
-        keys = self.plan.keys(iteration)
-        shards = [
+        keys, sampling = self.plan.keys(opened.iteration, number), config.generation.sampling
+        return [
             OpenShard(
                 shard,
-                attempt.task(shard, config.generation.sampling, self.url, share),
+                opened.attempt.task(shard, sampling, self.url, share, round_number=number),
                 tuple(islice(keys, len(shard.specs))),
             )
-            for shard in split(self.plan.specs(iteration), count)
+            for shard in split(self.plan.specs(opened.iteration, number), count)
         ]
-        with self._dispatch as dispatch:
-            controller = dispatch.controller
-            settled = {position for position in self.plan.groups(iteration) if controller.has_decided(position)}
-            counted = {key for key in self.plan.keys(iteration) if key[0] in settled or key in controller.pool}
-        there = [each for each in shards if counted.issuperset(each.keys)]
-        outcomes = self._whole(iteration, attempt, there, settled)
-        missing = [each for each in shards if each.label not in outcomes]
-        kept = {key for each in shards for key in each.keys if key in counted}
-        kept -= {
-            key for each in missing if counted.issuperset(each.keys) for key in each.keys
-        }  # lost since it was recorded
-        with ExitStack() as stack:
-            tasks = [each.task for each in missing]
-            launcher = stack.enter_context(attempt.open_launcher(tasks)) if tasks else None
-            context = contextvars.copy_context()
-            opened = OpenShards(iteration, attempt, shards, outcomes, launcher, stack.pop_all(), context, progress)
-        self._ending_seconds = max(self._ending_seconds, 0.0 if launcher is None else launcher.ending_seconds)
-        return self._register(opened, kept)
+
+    def _launch(self, opened: OpenShards, missing: Sequence[OpenShard]) -> None:
+        opened.launch(missing)
+        if opened.launcher is not None:
+            self._ending_seconds = max(self._ending_seconds, opened.launcher.ending_seconds)
 
     def close(self, iteration: int) -> None:
         """Let no further shard of an iteration begin, and end its workers; what they have not finished is to begin again."""
@@ -267,9 +312,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
             opened.stopped.set()
             dispatch.wake()
         self._until_ended(opened)
-        opened.ending.close()
-        if opened.launcher is not None:
-            opened.attempt.spend(opened.launcher.metrics())
+        opened.let_go()
 
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
         """Nothing: workers keep the rollouts in the store."""
@@ -278,10 +321,10 @@ class ShardRunner(RolloutRunner[OpenShards]):
     def window_seconds(self, positions: Collection[int]) -> float:
         return window_of(
             [
-                opened.spans[each.label]
+                opened.spans[each.place]
                 for opened in self._open.values()
                 for each in opened.shards
-                if each.label in opened.spans and any(key[0] in positions for key in each.keys)
+                if each.place in opened.spans and any(key[0] in positions for key in each.keys)
             ]
         )
 
@@ -300,20 +343,20 @@ class ShardRunner(RolloutRunner[OpenShards]):
         opened.report_progress()
 
     def _whole(
-        self, iteration: int, attempt: ShardedAttempt, shards: list[OpenShard], settled: Collection[int]
-    ) -> dict[str, ShardOutcome]:
+        self, opened: OpenShards, shards: Sequence[OpenShard], settled: Collection[int]
+    ) -> dict[Key, ShardOutcome]:
         """Shards that need no worker: their rollouts are in the store, or, where steps were decided on for all of the shard's
         groups (`settled`), whatever of them is."""
-        found: dict[str, ShardOutcome] = {}
+        found: dict[Key, ShardOutcome] = {}
         written: dict[str, Rollout] | None = None
         for each in shards:
             is_settled = all(position in settled for position, _ in each.keys)
-            outcome = attempt.left_before(each.shard, each.task, is_settled)
+            outcome = opened.attempt.left_before(each.shard, each.task, is_settled)
             if outcome is None:
-                written = written or by_id(generated_in(self.run, iteration))
-                outcome = attempt.taken_over(each.shard, written, is_settled)
+                written = written or by_id(opened.attempt.stage)
+                outcome = opened.attempt.taken_over(each.shard, written, is_settled)
             if outcome is not None:
-                found[each.label] = outcome
+                found[each.place] = outcome
         return found
 
     def _of(self, opened: OpenShards | None) -> list[RunningShard]:
