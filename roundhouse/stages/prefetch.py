@@ -86,6 +86,7 @@ def _in_rounds(run: Run, runner: RolloutRunner[Any], opened: OpenIteration) -> S
         runner.begin_round(opened, next(numbers))
         if not runner.wait(opened):
             raise Stopped
+        runner.flush()  # an attempt that gives up keeps what finished
         asked = {spec.rollout_id for spec in specs}
         rollouts = [rollout for rollout in opened.made() if rollout.rollout_id in asked]
         if not chooses:  # else when a step is decided on

@@ -296,6 +296,7 @@ def test_no_further_round_is_drawn_when_too_many_rollouts_of_one_failed_and_the_
     loops.train(1)
     loops.end()
     assert dataset(run, 1) == synchronous[0]
+    assert len(engine.seeds) == len(set(engine.seeds)), "what had finished is not made again"
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
