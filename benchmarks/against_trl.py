@@ -112,7 +112,7 @@ def loss_at(trainer: Trainer, batch: TrainingSequences, old: np.ndarray) -> floa
 
 
 class Peer:
-    """TRL in its own process."""
+    """TRL in its own process: `trl_peer.py`."""
 
     def __init__(self, python: str, message: dict[str, Any]) -> None:
         self.process = subprocess.Popen(
@@ -121,7 +121,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            env=os.environ | {"OMP_NUM_THREADS": str(message["threads"]), "PYTHONWARNINGS": "ignore"},
         )
         self.first = self.ask(json.dumps(message))
 
@@ -178,7 +178,7 @@ def compare(kind: str, model: Path, python: str, repeats: int, scratch: Path) ->
     noise = np.random.default_rng(0).normal(0, 0.3, len(batch.token_ids)).astype(np.float32)
     old = np.where(batch.loss_mask, checked.log_probs(batch) + noise, 0).astype(np.float32)
     advantages = TrainStep(checked.learner, batch, 1).signals.columns.advantages
-    given = {"model": str(model), "scratch": str(scratch)}
+    given = {"model": str(model), "scratch": str(scratch), "threads": 1}
     peer = Peer(python, given | message_to_peer(rows, batch, advantages, old))
     ours = loss_at(checked, batch, old)
     print(f"\n{kind}: {len(batch.token_ids)} tokens, {int(batch.loss_mask.sum())} trained; TRL {peer.first['trl']}")

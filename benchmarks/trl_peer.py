@@ -1,12 +1,15 @@
-"""TRL's GRPOTrainer on a fixed batch, one training step at a time on command; started by `against_trl.py` in TRL's environment.
+"""TRL's GRPOTrainer on command, in an environment of its own: lines of JSON on standard input and output.
 
-First a line of JSON on standard input: model directory, prompts, completions, advantages, old log-probabilities, settings. The
-first answer is the loss of the batch at these old log-probabilities, computed by TRL's own `_compute_loss`. Then each line
-`step` is answered by CPU seconds and gradient norm of one training step (forward, loss, backward, clipping, AdamW), and `end`
-ends it.
+**A fixed batch** (`against_trl.py`). The first line has model directory, prompts, completions, advantages, old
+log-probabilities, settings. The first answer is the loss of the batch at these old log-probabilities, computed by TRL's own
+`_compute_loss`. Then each line `step` is answered by CPU seconds and gradient norm of one training step (forward, loss,
+backward, clipping, AdamW), and `end` ends it. Generation and rewards are replaced by the batch, because only the training part
+is compared: what TRL does from `on_step_begin` to `on_step_end` is timed, and nothing of its logging, saving or data loading.
 
-Generation and rewards are replaced by the batch, because only the training part is compared: what TRL does from
-`on_step_begin` to `on_step_end` is timed, and nothing of its logging, saving or data loading.
+**Tasks** (`pretrained_trl.py`). The first line has model directory, chat messages of each task, settings. The first answer
+comes when the model is loaded. The line `train` begins; each generation is answered by its completions, and continues with
+their rewards, `[0.2, 1.0, …]`, or ends with `null`. The last answers have the trained model's directory, before and after it is
+written. Nothing of TRL is replaced but the rate of each optimizer step.
 """
 
 from __future__ import annotations
@@ -71,23 +74,17 @@ class OnCommand(TrainerCallback):
         answer({"seconds": time.process_time() - self.begun, "grad_norm": self.norm})
 
 
-def main() -> None:
-    given = json.loads(sys.stdin.readline())
-    count = len(given["prompts"])
-    config = GRPOConfig(
+def settings(given: dict[str, Any], **chosen: Any) -> GRPOConfig:
+    """What both uses have in common: GRPO in float32 on CPU, without a reference, and nothing logged or saved on the way."""
+    return GRPOConfig(
         output_dir=given["scratch"],
-        per_device_train_batch_size=count,
         num_generations=given["group_size"],
         gradient_accumulation_steps=1,
-        max_steps=1_000_000,
-        max_completion_length=max(map(len, given["completions"])),
         learning_rate=given["learning_rate"],
         lr_scheduler_type="constant",
         adam_beta1=0.9,
         adam_beta2=0.95,
         weight_decay=0.0,
-        max_grad_norm=1e9,
-        loss_type="dapo",
         epsilon=0.2,
         epsilon_high=0.28,
         beta=0.0,
@@ -100,11 +97,23 @@ def main() -> None:
         save_strategy="no",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **chosen,
     )
+
+
+def repeat_one_batch(given: dict[str, Any]) -> None:
+    count = len(given["prompts"])
     trainer = GRPOTrainer(
         model=given["model"],
         reward_funcs=lambda completions, **rest: [0.0] * len(completions),
-        args=config,
+        args=settings(
+            given,
+            per_device_train_batch_size=count,
+            max_steps=1_000_000,
+            max_completion_length=max(map(len, given["completions"])),
+            max_grad_norm=1e9,
+            loss_type="dapo",
+        ),
         train_dataset=Dataset.from_dict({"prompt": ["a"] * count}),
         processing_class=PreTrainedTokenizerFast.from_pretrained(given["model"]),
         callbacks=[OnCommand()],
@@ -120,6 +129,74 @@ def main() -> None:
     trainer.train()
 
 
+class EndedEarly(Exception):
+    """The other side gives no more rewards."""
+
+
+class Scheduled(GRPOTrainer):
+    """With the rate of each optimizer step as it was given."""
+
+    rates: list[float]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        rates = [rate / self.args.learning_rate for rate in [*self.rates, 0.0]]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rates.__getitem__)
+        return self.lr_scheduler
+
+
+def train_on_tasks(given: dict[str, Any]) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(given["model"])
+
+    def rewarded(completions: Any, completion_ids: Any, task: Any, **rest: Any) -> list[float]:
+        ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
+        texts = [messages[0]["content"] for messages in completions]
+        answer({"tasks": task, "texts": texts, "ended": ended, "tokens": sum(map(len, completion_ids))})
+        rewards = json.loads(sys.stdin.readline())
+        if rewards is None:
+            raise EndedEarly
+        return rewards
+
+    tasks, rollouts = given["tasks"], given["prompts_per_iteration"] * given["group_size"]
+    trainer = Scheduled(
+        model=given["model"],
+        reward_funcs=rewarded,
+        args=settings(
+            given,
+            per_device_train_batch_size=rollouts // given["minibatches"],
+            steps_per_generation=given["minibatches"],
+            max_steps=len(given["rates"]),
+            max_completion_length=given["max_tokens"],
+            max_grad_norm=given["max_grad_norm"],
+            loss_type="bnpo",
+            scale_rewards="none",
+            shuffle_dataset=False,
+            seed=given["seed"],
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        train_dataset=Dataset.from_dict({"prompt": tasks, "task": list(range(len(tasks)))}),
+        processing_class=tokenizer,
+    )
+    trainer.rates = given["rates"]
+    answer({"trl": trl.__version__, "torch": torch.__version__})
+    sys.stdin.readline()
+    early = False
+    try:
+        trainer.train()
+    except EndedEarly:
+        early = True
+    answer({"model": given["scratch"], "ended_early": early})
+    trainer.save_model(given["scratch"])
+    answer({"saved": True})
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    torch.set_num_threads(given["threads"])
+    if "tasks" in given:
+        train_on_tasks(given)
+    else:
+        repeat_one_batch(given)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -51,13 +51,14 @@ BY_SCRIPT = {
 }
 NEEDS_A_STATE = {"bench-pages"}
 """It opens the pages of a run that is there, and is run on the soak's."""
-NEEDS_A_MODEL = {"pretrained.py"}
-"""Of 93 MB and minutes an iteration; tests/e2e/test_pretrained.py runs its configuration, cut down."""
+NEEDS_A_MODEL = {"pretrained.py", "pretrained_trl.py"}
+"""Of 93 MB and minutes an iteration; tests/e2e/test_pretrained.py runs their configuration, cut down."""
 NEEDS_A_CLUSTER = {"kubernetes_jobs.py", "kubernetes_shards.py"}
 PARTS = {
     "soak_engine.py",
     "timed_engine.py",
     "gym/instant_engine.py",
+    "process_tree.py",
     "restart_timed.py",
     "trl_peer.py",
     "refit_load.py",
