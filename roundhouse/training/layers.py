@@ -216,10 +216,22 @@ def packed_attention(
     queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
     parts = []
     for span, q, k, v in zip(spans, queries, keys, values, strict=True):
-        prompt = None if span.prompt is None else (keys[span.prompt], values[span.prompt])
-        parts.append(_attend(span, q, k, v, prompt, scaling))
+        parts.append(_attend(span, q, k, v, _before(span, spans, keys, values), scaling))
     whole = (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
     return (whole if context is None else context.positions(whole)), None
+
+
+def _before(
+    span: Span, spans: Sequence[Span], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Key and value of all that precedes each sequence of a span, first to last; None where nothing does."""
+    numbers: list[int] = []
+    while span.prompt is not None:
+        numbers.insert(0, span.prompt)
+        span = spans[span.prompt]
+    if len(numbers) < 2:
+        return (keys[numbers[0]], values[numbers[0]]) if numbers else None
+    return torch.cat([keys[number] for number in numbers]), torch.cat([values[number] for number in numbers])
 
 
 def _attend(

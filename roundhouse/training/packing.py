@@ -14,8 +14,13 @@ one copy of them (Prefix Grouper, arXiv:2506.05433). Every continuation attends 
     row        p0 p1 p2 a3 a4 a5 b3 b4     for p0 p1 p2 a3 a4 a5 and p0 p1 p2 b3 b4
     positions   0  1  2  3  4  5  3  4
 
+What all prompts begin with, as a system message and the schemas of tools, is in each row once, before them:
+
+    row        s0 s1 p2 a3 a4 b3 q2 c3     for s0 s1 p2 a3 a4, s0 s1 p2 b3 and s0 s1 q2 c3
+    positions   0  1  2  3  4  3  2  3
+
 Values and gradients are those of whole sequences but for the order of sums. A group is kept together where that saves a tenth
-of its tokens or more (`SHARING_PAYS`).
+of its tokens or more, and a common beginning is shared where it saves a tenth of all (`SHARING_PAYS`).
 
 Bins for several ranks (`Dealer`): every sequence is dealt to exactly one rank, and all ranks get equally many turns. A turn
 without a bin is `None`: the rank takes part in the collectives of the turn and contributes nothing.
@@ -157,8 +162,8 @@ quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many sma
 
 
 SHARING_PAYS = 0.1
-"""The share of their tokens that sequences with one prompt must save by sharing it: the calls of attention become more and
-smaller, and one with a prompt before it takes a mask."""
+"""The share of their tokens that sequences must save by sharing a prompt, or its beginning: the calls of attention become more
+and smaller, and one with a prompt before it takes a mask."""
 
 
 LARGEST_MASK = 2**26
@@ -194,9 +199,9 @@ class Span:
     scatter: torch.Tensor | None
     """[stop - start] cell of each position: the inverse on real positions."""
     prompt: int | None = None
-    """The span, of one sequence, that precedes each of these; none by default."""
+    """The span, of one sequence, that precedes each of these; none by default. It may have one before it in turn."""
     visible: torch.Tensor | None = None
-    """[length, prompt's length + length] bool, with a prompt: the keys that each query sees."""
+    """[length, all prompts' lengths + length] bool, with a prompt: the keys that each query sees."""
 
     @property
     def reach(self) -> int:
@@ -296,10 +301,13 @@ def build_microbatches(
             for members in turns
         ]
     families = _families(sequences, indices, needed, trained, budget)
-    lengths = [family.tokens for family in families]
-    turns = pack(lengths, budget) if dealer is None else dealer.turns(pack(lengths, budget), lengths, budget)
+    common = _common_beginning(sequences, indices, families, needed, trained, budget)
+    lengths, room = [family.tokens - common for family in families], budget - common
+    turns = pack(lengths, room) if dealer is None else dealer.turns(pack(lengths, room), lengths, room)
     return [
-        _packed(sequences, indices, [families[i] for i in members], needed, trained) if members else _idle(packed)
+        _packed(sequences, indices, [families[i] for i in members], needed, trained, common if len(members) > 1 else 0)
+        if members
+        else _idle(packed)
         for members in turns
     ]
 
@@ -349,8 +357,8 @@ def _families(
     by_prompt: dict[bytes, list[int]] = {}
     prompts = np.zeros(len(indices), dtype=np.int64)
     for place in np.argsort(-needed, kind="stable").tolist():
-        start, stop = sequences.offsets[indices[place]], sequences.offsets[indices[place] + 1]
-        prompts[place] = int(trained[start:stop].argmax())
+        start = sequences.offsets[indices[place]]
+        prompts[place] = _prompt_length(sequences, indices[place], trained)
         by_prompt.setdefault(sequences.token_ids[start : start + prompts[place]].tobytes(), []).append(place)
     families = []
     for members in by_prompt.values():
@@ -370,31 +378,70 @@ def _families(
     return families
 
 
+def _prompt_length(sequences: FlatTokens, index: int, trained: np.ndarray) -> int:
+    """Tokens before the first trained one."""
+    return int(trained[sequences.offsets[index] : sequences.offsets[index + 1]].argmax())
+
+
+def _common_beginning(
+    sequences: FlatTokens,
+    indices: Sequence[int],
+    families: Sequence[_Family],
+    needed: np.ndarray,
+    trained: np.ndarray,
+    budget: int,
+) -> int:
+    """How many tokens all prompts begin with, where sharing them pays; else 0."""
+    if len(families) < 2:
+        return 0
+    prompts = []
+    for family in families:
+        index = indices[family.members[0]]
+        start = sequences.offsets[index]
+        prompts.append(sequences.token_ids[start : start + _prompt_length(sequences, index, trained)])
+    shortest = min(map(len, prompts))
+    same = (np.stack([prompt[:shortest] for prompt in prompts]) == prompts[0][:shortest]).all(0)
+    common = shortest if same.all() else int(same.argmin())
+    saved, longest = common * (len(families) - 1), int(needed.max())
+    pays = saved >= SHARING_PAYS * sum(family.tokens for family in families)
+    return common if pays and common < budget and (longest - common) * longest <= LARGEST_MASK else 0
+
+
 def _packed(
-    sequences: FlatTokens, indices: Sequence[int], families: list[_Family], needed: np.ndarray, trained: np.ndarray
+    sequences: FlatTokens,
+    indices: Sequence[int],
+    families: list[_Family],
+    needed: np.ndarray,
+    trained: np.ndarray,
+    common: int,
 ) -> Microbatch:
-    """One row: families with a prompt first, then single sequences, longest first."""
+    """One row: the `common` tokens that all begin with, families with a prompt, then single sequences, longest first."""
     runs: list[tuple[int, int, int]] = []  # of the row: a sequence's place in `needed`, and which of its positions
     places: list[int] = []
     origins: list[int] = []  # of each sequence: a token's place in the row less its position
-    before: list[int] = []  # of each sequence: what predicts its first token, -1 for nothing
+    before: list[int] = []  # of each sequence: what predicts its first token, -1 for what is at its place
     spans: list[Span] = []
-    end = 0
+    end = common
+    if common:
+        runs.append((families[0].members[0], 0, common))
+        spans.append(Span(0, common, 1, common, None, None))
+    beginning = (0, common) if common else None
     alone = _Family([family.members[0] for family in families if not family.prompt], 0, 0)
     for family in [*(family for family in families if family.prompt), alone]:
-        size, span = family.prompt, len(spans)
-        if size:
-            runs.append((family.members[0], 0, size))
-            spans.append(Span(end, end + size, 1, size, None, None))
-            end += size
-        last = end - 1
+        size, prompt, last = family.prompt or common, beginning, common - 1
+        if size > common:
+            runs.append((family.members[0], common, size))
+            prompt = (len(spans), size)
+            spans += _spans(np.array([size - common]), end, beginning)
+            end += size - common
+            last = end - 1
         own = needed[family.members] - size
-        spans += _spans(own[own > 0], end, (span, size) if size else None)
+        spans += _spans(own[own > 0], end, prompt)
         for place, length in zip(family.members, own.tolist(), strict=True):
             runs.append((place, size, size + length))
             places.append(place)
             origins.append(end - size)
-            before.append(last if size else -1)
+            before.append(last if size == _prompt_length(sequences, indices[place], trained) else -1)
             end += length
     tokens = np.concatenate([sequences.offsets[indices[place]] + np.arange(start, stop) for place, start, stop in runs])
     source, predict = _predictions(sequences, [indices[place] for place in places], origins, trained, before)

@@ -44,6 +44,19 @@ def test_packing_two_thousand_sequences_fills_the_bins() -> None:
     assert np.mean(full) > 0.995
 
 
+def with_a_common_beginning(rows: list[dict], length: int) -> list[dict]:
+    """The same after a system message of so many tokens."""
+    return [
+        row
+        | {
+            "token_ids": [7, 3, 9, 4] * (length // 4) + row["token_ids"],
+            "loss_mask": [0] * length + row["loss_mask"],
+            "gen_logprobs": [0.0] * length + row["gen_logprobs"],
+        }
+        for row in rows
+    ]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 300), st.booleans())
 def test_microbatches_predict_every_trained_token_once_from_its_own_prefix(
@@ -61,19 +74,22 @@ def test_microbatches_predict_every_trained_token_once_from_its_own_prefix(
 
 
 def seen_at(microbatch: Microbatch, at: int) -> list[int]:
-    """The tokens that a position of a row sees: its own sequence up to it, and the prompt before that."""
+    """The tokens that a position of a row sees: its own sequence up to it, and the prompts before that."""
     ids, positions = microbatch.input_ids.flatten().tolist(), microbatch.position_ids.flatten().tolist()
     start = at
     while positions[start] > 0 and start > 0 and positions[start - 1] == positions[start] - 1:
         start -= 1
+    seen = ids[start : at + 1]
     if positions[start] == 0:
-        return ids[start : at + 1]
+        return seen
     assert microbatch.spans is not None
-    [own] = [span for span in microbatch.spans if span.start <= start < span.stop]
-    assert own.prompt is not None
-    before = microbatch.spans[own.prompt]
-    assert (before.count, before.length) == (1, positions[start])
-    return ids[before.start : before.stop] + ids[start : at + 1]
+    [span] = [span for span in microbatch.spans if span.start <= start < span.stop]
+    while span.prompt is not None:
+        span = microbatch.spans[span.prompt]
+        assert span.count == 1
+        seen = ids[span.start : span.stop] + seen
+    assert len(seen) == positions[at] + 1
+    return seen
 
 
 def shared_prompts() -> list[dict]:
@@ -92,16 +108,39 @@ def shared_prompts() -> list[dict]:
 def test_a_prompt_that_is_shared_is_computed_once(model_dir: Path) -> None:
     batch = TrainingSequences.from_records(shared_prompts())
     [row] = build_microbatches(batch, range(len(batch)), batch.loss_mask, budget=4096, packed=True)
-    # every last token predicts nothing
-    assert row.real_tokens == 3 * 30 + (0 + 4 + 4 + 8) + (2 + 59) + 0
-    assert sum(span.prompt is not None for span in row.spans or ()) == 4, (
-        "5, 5 and 9 tokens in two calls, 3 and 60 in two"
+    # the prompts have their first 10 tokens in common, and every last token predicts nothing
+    assert row.real_tokens == 10 + 3 * 20 + (0 + 4 + 4 + 8) + (2 + 59) + 0
+    assert sum(span.prompt is not None for span in row.spans or ()) == 3 + 4, (
+        "the rest of each prompt; 5, 5 and 9 tokens in two calls, 3 and 60 in two"
     )
 
 
+@pytest.mark.parametrize("budget", [30, 90, 4096])
+def test_what_all_prompts_begin_with_is_computed_once_a_row(budget: int) -> None:
+    rows = with_a_common_beginning(records(groups=3, size=3), 20)
+    batch = TrainingSequences.from_records(rows)
+    microbatches = build_microbatches(batch, range(len(batch)), batch.loss_mask, budget=budget, packed=True)
+    for microbatch in microbatches:
+        tokens = microbatch.input_ids.flatten().tolist()
+        assert sum(tokens[i : i + 8] == [7, 3, 9, 4] * 2 for i in range(0, len(tokens))) == 4, (
+            "20 tokens have it 4 times"
+        )
+        assert len(tokens) <= budget or len({batch.sequence_of_token[source] for source in microbatch.source}) == 1
+        for source, at in zip(microbatch.source, microbatch.predict, strict=True):
+            owner = batch.sequence_of_token[source]
+            assert seen_at(microbatch, int(at)) == batch.token_ids[batch.offsets[owner] : source].tolist()
+
+
+@pytest.mark.parametrize("beginning", [0, 4, 40])
 @pytest.mark.parametrize("budget", [35, 60, 4096])
-def test_sharing_a_prompt_changes_no_log_probability_and_no_gradient(model_dir: Path, budget: int) -> None:
-    batch = TrainingSequences.from_records(shared_prompts())
+def test_sharing_a_prompt_changes_no_log_probability_and_no_gradient(
+    model_dir: Path, budget: int, beginning: int
+) -> None:
+    rows = with_a_common_beginning(shared_prompts(), beginning)
+    if beginning:  # one whose prompt is the common beginning, and nothing more
+        own = {"token_ids": [7, 3, 9, 4] * (beginning // 4) + [5, 6], "loss_mask": [0] * beginning + [1, 1]}
+        rows.append(record("p", "g", 0.0) | own | {"gen_logprobs": [0.0] * beginning + [-1.0, -1.0]})
+    batch = TrainingSequences.from_records(rows)
     results = []
     for packed in (True, False):
         scorer = Scorer(load_model(model_dir, packed=packed, device=CPU))
