@@ -331,6 +331,8 @@ class WarehouseEnvironment(GeneratedProblems):
     kind: Literal["warehouse"]
     most: Annotated[int, Field(ge=2, le=99)] = 9
     """Most of one good on a shelf."""
+    orders: Annotated[int, Field(ge=1, le=20)] = 1
+    """Orders of a rollout: each shipment but the last brings the next one, with other stock on the shelves."""
 
 
 class SqlWorldEnvironment(GeneratedProblems):

@@ -1,8 +1,8 @@
 """A stateful session with several tools: what counts is the final state, not what the policy says.
 
-Invariant: the reward is 1 exactly when, at the end, the shelf that was to be restocked holds the asked number, the asked goods
-are shipped, and nothing else was touched. It is the sum of its components, which judge the final state alone: `restock` (0.4),
-`ship` (0.4), `tidy` (0.2: every good that the order does not name is where it was; only with one of the other two).
+Invariant: the reward of an order is 1 exactly when, at its end, the shelf that was to be restocked holds the asked number, the
+asked goods are shipped, and nothing else was touched. It is the sum of its components, which judge that state alone: `restock`
+(0.4), `ship` (0.4), `tidy` (0.2: every good that the order does not name is where it was; only with one of the other two).
 
     Shelf A must hold 5 nuts. Ship 3 bolts.
       look(shelf=A) = nuts 2, bolts 1, pins 4    move(good=nuts, source=B, target=A, count=3) = moved
@@ -10,10 +10,18 @@ are shipped, and nothing else was touched. It is the sum of its components, whic
 
 One other shelf always has what is missing, and one shelf what is to be shipped. Goods are neither made nor lost: a tool refuses
 what is not there. A wrong demonstration moves too many, ships one too few, or does both.
+
+With several orders, a shipment ends one: the answer is the next order, which finds other stock on the shelves. The last ends
+with the rollout. The reward is the mean over all orders, and those that the rollout did not reach count 0. A right solution
+takes five turns an order and a last word. A wrong demonstration errs in every order, and gives up when it ships none.
+
+      ship(good=bolts, shelf=B, count=3) = shipped. Shelf C must hold 4 pins. Ship 2 nuts.
+      look(shelf=C) = …
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,9 +30,10 @@ from typing import Any
 from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
 
-RESTOCK, SHIP, TIDY = 0.4, 0.4, 0.2
+WEIGHTS = {"restock": 0.4, "ship": 0.4, "tidy": 0.2}
 SHELVES, GOODS = "ABC", ("nuts", "bolts", "pins")
-REFUSED = "refused"
+SHIPPED, REFUSED = "shipped", "refused"
+SLIPS = (("moves too many",), ("ships too few",), ("moves too many", "ships too few"))
 Stock = dict[str, dict[str, int]]
 """Shelf -> good -> count."""
 
@@ -45,37 +54,72 @@ class WarehouseOrder:
         cells = iter(self.counts)
         return {shelf: {good: next(cells) for good in GOODS} for shelf in SHELVES}
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("shelf", "restocked", "level", "shipped", "count")}
+
+
+Day = tuple[WarehouseOrder, ...]
+"""The orders of a rollout, in their order."""
+
 
 @dataclass(slots=True)
 class Floor:
-    """One rollout's warehouse."""
+    """One rollout's warehouse: what is on the shelves for the order at hand, and what the earlier orders earned."""
 
-    stock: Stock
-    shipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GOODS, 0))
+    orders: list[dict[str, Any]]
+    """The order at hand and those to come, each with the `stock` that it finds."""
+    stock: Stock = field(init=False)
+    shipped: dict[str, int] = field(init=False)
+    earned: list[dict[str, bool]] = field(default_factory=list)
     refusals: int = 0
 
+    def __post_init__(self) -> None:
+        self.begin()
 
-class Warehouse(GeneratedEnvironment[WarehouseOrder]):
-    """Three shelves, three goods, at most `most` of a good on a shelf."""
+    def begin(self) -> None:
+        self.stock = {shelf: dict(goods) for shelf, goods in self.orders[0]["stock"].items()}
+        self.shipped = dict.fromkeys(GOODS, 0)
+
+    def finish_order(self) -> str:
+        """Judge the order at hand and begin the next one, whose text is returned."""
+        self.earned.append(judge(self))
+        del self.orders[0]
+        self.begin()
+        return asked(**self.orders[0]["order"])
+
+
+class Warehouse(GeneratedEnvironment[Day]):
+    """Three shelves, three goods, at most `most` of a good on a shelf; `orders` of them in a rollout."""
 
     name = "warehouse"
     restoration = "replay"
 
-    def __init__(self, most: int = 9, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
-        made = distinct(lambda rng: draw(most, rng), self.key, problems, f"warehouse with at most {most}")
-        super().__init__(made, heldout_fraction)
+    def __init__(self, most: int = 9, orders: int = 1, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
+        def draw_day(rng: random.Random) -> Day:
+            return tuple(draw(most, rng) for _ in range(orders))
 
-    def key(self, problem: WarehouseOrder) -> str:
-        stock = "-".join(map(str, problem.counts))
-        return f"{stock}/{problem.shelf}-{problem.restocked}-{problem.level}/{problem.shipped}-{problem.count}"
+        super().__init__(distinct(draw_day, self.key, problems, f"warehouse with at most {most}"), heldout_fraction)
 
-    def row(self, problem: WarehouseOrder) -> TaskRow:
-        prompt = f"Shelf {problem.shelf} must hold {problem.level} {problem.restocked}. Ship {problem.count} {problem.shipped}."
-        order = {name: getattr(problem, name) for name in ("shelf", "restocked", "level", "shipped", "count")}
-        return self.task(problem, prompt, stock=problem.stock, order=order)
+    def key(self, problem: Day) -> str:
+        return "+".join(
+            f"{'-'.join(map(str, each.counts))}/{each.shelf}-{each.restocked}-{each.level}/{each.shipped}-{each.count}"
+            for each in problem
+        )
+
+    def row(self, problem: Day) -> TaskRow:
+        first, *others = problem
+        later = [{"stock": each.stock, "order": each.terms} for each in others]
+        return self.task(
+            problem,
+            asked(**first.terms),
+            stock=first.stock,
+            order=first.terms,
+            **({"later": later} if later else {}),
+        )
 
     async def seed_session(self, row: TaskRow) -> Floor:
-        return Floor({shelf: dict(goods) for shelf, goods in row["stock"].items()})
+        return Floor([{"stock": row["stock"], "order": row["order"]}, *row.get("later", ())])
 
     @tool("What a shelf holds.", shelf="A, B or C.")
     async def look(self, session: Floor, shelf: str) -> str:
@@ -95,35 +139,26 @@ class Warehouse(GeneratedEnvironment[WarehouseOrder]):
         if not _take(session, good, shelf, count):
             return REFUSED
         session.shipped[good] += count
-        return "shipped"
+        return SHIPPED if len(session.orders) == 1 else f"{SHIPPED}. {session.finish_order()}"
 
     async def verify(self, session: Floor, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        parts = judge(session, row["stock"], **row["order"])
-        return Verdict(sum(parts.values()), parts, {"refusals": float(session.refusals)})
+        earned = [*session.earned, judge(session)]
+        orders = len(session.earned) + len(session.orders)
+        parts = {name: weight * (sum(each[name] for each in earned) / orders) for name, weight in WEIGHTS.items()}
+        filled = sum(all(each.values()) for each in earned) / orders
+        return Verdict(sum(parts.values()), parts, {"refusals": float(session.refusals), "filled": filled})
 
-    def demonstration(self, problem: WarehouseOrder, right: bool, rng: random.Random) -> Iterator[Message]:
-        floor = Floor(problem.stock)
-        here = floor.stock[problem.shelf]
-        missing = problem.level - here[problem.restocked]
-        slips = (
-            () if right else rng.choice((("moves too many",), ("ships too few",), ("moves too many", "ships too few")))
-        )
-        moved = missing + (here[problem.restocked] or 1) * ("moves too many" in slips)
-        shipped = problem.count - ("ships too few" in slips)
-        yield from _called(1, "look", shown(here), shelf=problem.shelf)
-        step = 2
-        source = ""
-        for shelf in (shelf for shelf in SHELVES if shelf != problem.shelf):
-            yield from _called(step, "look", shown(floor.stock[shelf]), shelf=shelf)
-            step += 1
-            if not source and floor.stock[shelf][problem.restocked] >= missing:
-                source = shelf
-        ok = floor.stock[source][problem.restocked] >= moved
-        move = {"good": problem.restocked, "source": source, "target": problem.shelf, "count": moved}
-        yield from _called(step, "move", "moved" if ok else REFUSED, **move)
-        place = next(shelf for shelf in SHELVES if floor.stock[shelf][problem.shipped] >= problem.count)
-        ship = {"good": problem.shipped, "shelf": place, "count": shipped}
-        yield from _called(step + 1, "ship", "shipped" if shipped else REFUSED, **ship)
+    def demonstration(self, problem: Day, right: bool, rng: random.Random) -> Iterator[Message]:
+        number = 1
+        for order, following in itertools.zip_longest(problem, problem[1:]):
+            slips = () if right else rng.choice(SLIPS)
+            answer = SHIPPED if following is None else f"{SHIPPED}. {asked(**following.terms)}"
+            for name, result, arguments in _filled(order, slips, answer):
+                yield calls(name, f"call_{number}", **arguments)
+                yield returns(f"call_{number}", result)
+                number += 1
+            if result == REFUSED:  # of the shipment: there was one to ship, and it ships none
+                break
         yield says("Done.")
 
 
@@ -141,16 +176,19 @@ def draw(most: int, rng: random.Random) -> WarehouseOrder:
             return WarehouseOrder(counts, shelf, restocked, level, shipped, rng.randint(1, offered))
 
 
-def judge(
-    floor: Floor, before: Stock, shelf: str, restocked: str, level: int, shipped: str, count: int
-) -> dict[str, float]:
-    """The components of the reward, from the stock before and the floor after."""
-    restock = floor.stock[shelf][restocked] == level
-    ship = floor.shipped[shipped] == count
-    others = [good for good in GOODS if good not in (restocked, shipped)]
+def judge(floor: Floor) -> dict[str, bool]:
+    """Which components of the reward the order at hand earns, from the stock that it found and the floor now."""
+    before, order = floor.orders[0]["stock"], floor.orders[0]["order"]
+    restock = floor.stock[order["shelf"]][order["restocked"]] == order["level"]
+    ship = floor.shipped[order["shipped"]] == order["count"]
+    others = [good for good in GOODS if good not in (order["restocked"], order["shipped"])]
     still = all(floor.stock[each][good] == before[each][good] for each in SHELVES for good in others)
-    tidy = still and not any(number for good, number in floor.shipped.items() if good != shipped)
-    return {"restock": RESTOCK * restock, "ship": SHIP * ship, "tidy": TIDY * (tidy and (restock or ship))}
+    tidy = still and not any(number for good, number in floor.shipped.items() if good != order["shipped"])
+    return {"restock": restock, "ship": ship, "tidy": tidy and (restock or ship)}
+
+
+def asked(shelf: str, restocked: str, level: int, shipped: str, count: int) -> str:
+    return f"Shelf {shelf} must hold {level} {restocked}. Ship {count} {shipped}."
 
 
 def shown(goods: dict[str, int]) -> str:
@@ -166,6 +204,18 @@ def _take(floor: Floor, good: str, shelf: str, count: int) -> bool:
     return True
 
 
-def _called(number: int, name: str, answer: str, **arguments: Any) -> Iterator[Message]:
-    yield calls(name, f"call_{number}", **arguments)
-    yield returns(f"call_{number}", answer)
+def _filled(order: WarehouseOrder, slips: tuple[str, ...], answer: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The calls of a demonstration for one order: tool, result (`answer` of the shipment), arguments."""
+    stock = order.stock
+    here = stock[order.shelf][order.restocked]
+    missing = order.level - here
+    others = [shelf for shelf in SHELVES if shelf != order.shelf]
+    for shelf in (order.shelf, *others):
+        yield "look", shown(stock[shelf]), {"shelf": shelf}
+    source = next(shelf for shelf in others if stock[shelf][order.restocked] >= missing)
+    moved = missing + (here or 1) * ("moves too many" in slips)
+    result = "moved" if stock[source][order.restocked] >= moved else REFUSED
+    yield "move", result, {"good": order.restocked, "source": source, "target": order.shelf, "count": moved}
+    place = next(shelf for shelf in SHELVES if stock[shelf][order.shipped] >= order.count)
+    count = order.count - ("ships too few" in slips)
+    yield "ship", answer if count else REFUSED, {"good": order.shipped, "shelf": place, "count": count}

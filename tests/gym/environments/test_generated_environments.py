@@ -31,6 +31,7 @@ CONFIGS: list[GeneratedProblems] = [
     CountdownEnvironment(kind="countdown", problems=300),
     SudokuEnvironment(kind="sudoku", problems=300),
     WarehouseEnvironment(kind="warehouse", problems=300),
+    WarehouseEnvironment(kind="warehouse", problems=100, orders=4),
     SqlWorldEnvironment(kind="sql_world", problems=200),
     CodeEnvironment(kind="code", problems=100),
     TerminalEnvironment(kind="terminal", problems=100),

@@ -16,10 +16,10 @@ MOVE = ("move", {"good": "nuts", "source": "B", "target": "A", "count": 3})
 SHIP = ("ship", {"good": "bolts", "shelf": "B", "count": 3})
 
 
-async def play(*steps: tuple[str, dict]) -> tuple[list[str], dict[str, float], Floor]:
-    floor = await WAREHOUSE.seed_session(ROW)
+async def play(*steps: tuple[str, dict], row: dict = ROW) -> tuple[list[str], dict[str, float], Floor]:
+    floor = await WAREHOUSE.seed_session(row)
     answers = [await WAREHOUSE.tools()[name].call(floor, **arguments) for name, arguments in steps]
-    verdict = await WAREHOUSE.verify(floor, ROW, {"output": [message("Done.")]})
+    verdict = await WAREHOUSE.verify(floor, row, {"output": [message("Done.")]})
     assert verdict.reward == sum(verdict.reward_components.values())
     return answers, verdict.reward_components, floor
 
@@ -62,3 +62,35 @@ async def test_goods_are_neither_made_nor_lost() -> None:
     for good in GOODS:
         before = sum(shelf[good] for shelf in ROW["stock"].values())
         assert sum(shelf[good] for shelf in floor.stock.values()) + floor.shipped[good] == before
+
+
+SECOND = {
+    "stock": {
+        "A": {"nuts": 0, "bolts": 0, "pins": 2},
+        "B": {"nuts": 1, "bolts": 0, "pins": 0},
+        "C": {"nuts": 0, "bolts": 1, "pins": 0},
+    },
+    "order": {"shelf": "C", "restocked": "pins", "level": 2, "shipped": "nuts", "count": 1},
+}
+MOVE_SECOND = ("move", {"good": "pins", "source": "A", "target": "C", "count": 2})
+SHIP_SECOND = ("ship", {"good": "nuts", "shelf": "B", "count": 1})
+TWO = ROW | {"later": [SECOND]}
+
+
+async def test_a_shipment_brings_the_next_order_which_finds_other_stock() -> None:
+    answers, parts, floor = await play(MOVE, SHIP, ("look", {"shelf": "A"}), MOVE_SECOND, SHIP_SECOND, row=TWO)
+    assert answers[1:] == [
+        "shipped. Shelf C must hold 2 pins. Ship 1 nuts.",
+        "nuts 0, bolts 0, pins 2",
+        "moved",
+        "shipped",
+    ]
+    assert parts == {"restock": 0.4, "ship": 0.4, "tidy": 0.2}
+    assert floor.stock["C"] == {"nuts": 0, "bolts": 1, "pins": 2}
+
+
+async def test_each_order_is_judged_at_its_shipment_and_one_that_was_not_reached_earns_nothing() -> None:
+    refused = ("ship", SHIP[1] | {"count": 6})
+    assert (await play(MOVE, refused, row=TWO))[1] == {"restock": 0.2, "ship": 0.0, "tidy": 0.1}
+    assert (await play(SHIP, MOVE, row=TWO))[1] == {"restock": 0.0, "ship": 0.2, "tidy": 0.1}
+    assert (await play(MOVE, SHIP, row=TWO))[1] == {"restock": 0.2, "ship": 0.2, "tidy": 0.1}
