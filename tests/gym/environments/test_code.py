@@ -148,6 +148,13 @@ async def test_memory_beyond_the_limit_is_an_error_of_the_code() -> None:
     assert await BOX.call("def f(x): return len(bytearray(10**9))", "f", [[1]]) == [None]
 
 
+async def test_code_may_import_what_is_listed_and_no_other_module_of_a_file() -> None:
+    code = f"import {', '.join(sandbox_child.IMPORTABLE)}\ndef f(x): return math.floor(x)"
+    assert await BOX.call(code, "f", [[1.5]]) == ["1"]
+    with pytest.raises(CodeFailed, match=r"^ModuleNotFoundError$"):
+        await BOX.call("import csv\ndef f(x): return x", "f", [[1]])
+
+
 DEADLOCK = "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()"
 EXIT = f"import os\nos._exit({sandbox_child.NO_LOCK})"
 
