@@ -36,8 +36,8 @@ from roundhouse.replay.verdicts import VerdictDiff, diff_of, judge_all, verdict_
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
 from roundhouse.trajectories.records import Rollout
 
-BATCH = 32
-"""Rollouts that a mutant judges between two looks at whether it is caught."""
+FIRST_BATCH = 2
+"""Rollouts that a mutant judges before the first look at whether it is caught; twice as many before each further one."""
 HANG_FACTOR, HANG_SECONDS = 20.0, 2.0
 """A mutant that takes so much longer than the environment itself, and at least so long, hangs: it is caught."""
 
@@ -140,10 +140,12 @@ def _caught(
         with _time_limit(limit):
             exec(compile(ast.fix_missing_locations(tree), module.__file__ or "mutant", "exec"), names)
             mutated.__class__ = names[type(original).__name__]
-            for begin in range(0, len(rollouts), BATCH):
-                part = slice(begin, begin + BATCH)
+            begin, size = 0, FIRST_BATCH
+            while begin < len(rollouts):
+                part = slice(begin, begin + size)
                 if [_sense(each) for each in _judge(rollouts[part], mutated)] != baseline[part]:
                     return True
+                begin, size = begin + size, 2 * size
     except Exception:  # noqa: BLE001 - whatever a mutant raises, it is noticed
         return True
     return False
