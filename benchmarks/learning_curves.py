@@ -111,10 +111,11 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
         "algorithm": config.train.algorithm.kind,
         "seed": config.seed,
         "reward": [round(value, 4) for value in curve],
-        "heldout_before": before[0],
-        "heldout_after": after[0],
-        "sampled_before": sampled_before,
-        "sampled_after": sampled_after,
+        "heldout_before": score(before)[0],
+        "heldout_after": score(after)[0],
+        "sampled_before": score(sampled_before),
+        "sampled_after": score(sampled_after),
+        "turns_after": turns(sampled_after),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
 
@@ -135,13 +136,27 @@ async def roll_out(
         return await collect(specs, policy, environment, config.rollout, sampling, on_policy=not greedy)
 
 
-async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> tuple[float, float, int]:
-    """Of the held-out tasks, one rollout each: mean reward, its standard error, and how many they are."""
+async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> list[Rollout]:
+    """One rollout of each held-out task."""
     rows = list(open_environment(config.environment).tasks("heldout"))[: config.evaluation.tasks]
-    rollouts = await roll_out(config, policy, rows, 1, 0, greedy)
+    return await roll_out(config, policy, rows, 1, 0, greedy)
+
+
+def score(rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
+    """Mean reward, its standard error, and of how many rollouts."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     error = statistics.stdev(rewards) / len(rewards) ** 0.5
     return round(statistics.fmean(rewards), 4), round(error, 4), len(rewards)
+
+
+def turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean turns of all rollouts, the share with the whole reward of 1, and the mean turns of those."""
+    whole = [len(each.turns) for each in rollouts if each.reward is not None and each.reward > 1 - 1e-9]
+    return {
+        "turns": round(statistics.fmean(len(each.turns) for each in rollouts), 2),
+        "whole": round(len(whole) / len(rollouts), 4),
+        "turns_of_whole": round(statistics.fmean(whole), 2) if whole else 0.0,
+    }
 
 
 def plot(runs: Sequence[dict[str, Any]], file: Path, what: str) -> None:
