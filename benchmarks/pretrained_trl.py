@@ -54,6 +54,9 @@ KINDS = {
     "EngineCore": "engine",
     "vllm": "engine",
     "Replica": "engine",
+    "ServeController": "Ray Serve",
+    "ProxyActor": "Ray Serve",
+    "haproxy": "Ray Serve",
     "ray": "Ray",
     "roundhouse train": "flow and trainer",
 }
@@ -309,7 +312,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
         )
         axes.axvline(run["cpu_seconds"], color=colour, alpha=0.3)
     axes.set_xlabel("CPU seconds of all processes, from the start (line: last optimizer step done)")
-    axes.set_ylabel("mean reward of a step's 128 rollouts")
+    axes.set_ylabel("mean reward of a step's rollouts")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
