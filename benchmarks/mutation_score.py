@@ -34,7 +34,7 @@ from tests.replay.recorded import demonstrated, varied
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 SANDBOXED = ("code", "terminal", "bug_fix")
 """Each rollout starts processes; their corpora are smaller."""
-A_PROCESS, SANDBOXED_ROLLOUTS = 25, 8
+A_PROCESS, SANDBOXED_ROLLOUTS = 50, 4
 """Of the repeats of an unchanged environment's test: those until a new process begins, and what is judged of `SANDBOXED`."""
 
 

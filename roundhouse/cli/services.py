@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roundhouse.cli.options import DEFAULT_STATE, JsonOption, Overrides, StateOption, console, load, out_json
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import TrainConfig
 
 app = typer.Typer()
 
@@ -128,7 +131,7 @@ def train_server(
         str | None, typer.Option("--token-file", help="Bearer token; else the variable ROUNDHOUSE_TRAIN_TOKEN.")
     ] = None,
     idle_seconds: Annotated[
-        float, typer.Option("--idle-seconds", help="Silence after which another run may take over.")
+        float, typer.Option("--idle-seconds", help="Silence that frees it for another run.")
     ] = 3600.0,
     max_body_mib: Annotated[
         int, typer.Option("--max-body-mib", help="Largest request, but for files of checkpoints.", min=1)
@@ -139,15 +142,11 @@ def train_server(
     import tempfile
     from functools import partial
 
-    from pydantic import ValidationError
-
-    from roundhouse.config.models import TrainConfig
     from roundhouse.config.secrets import read_secret
     from roundhouse.config.training import TOKEN_VARIABLE
-    from roundhouse.errors import ConfigError
     from roundhouse.launch.resident_ranks import open_ranks
+    from roundhouse.training.service import server
     from roundhouse.training.service.served import ServedTrainEngine
-    from roundhouse.training.service.server import require_token_beyond_loopback, serve
 
     logging.basicConfig(level=logging.INFO)
     layout = {
@@ -155,10 +154,26 @@ def train_server(
         "context_parallel": context_parallel,
         "tensor_parallel": tensor_parallel,
         "data_parallel_replicate": data_parallel_replicate,
+        "timeout_seconds": timeout_seconds,
     }
-    section = {"kind": "resident", "timeout_seconds": timeout_seconds, **layout}
+    machine = _train_machine(model, {"device": device, "threads": threads, "service": {"kind": "resident", **layout}})
+    server.require_token_beyond_loopback(host, token := read_secret(TOKEN_VARIABLE, token_file))
+    with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
+        engine = ServedTrainEngine(
+            model, machine, Path(scratch), open_engine=partial(open_ranks, service=machine.service)
+        )
+        server.serve(engine, host, port, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_mib << 20)
+
+
+def _train_machine(model: Path | None, section: dict[str, Any]) -> TrainConfig:
+    """A train server's device, threads and ranks, which can share this model."""
+    from pydantic import ValidationError
+
+    from roundhouse.config.models import TrainConfig
+    from roundhouse.errors import ConfigError
+
     try:
-        machine = TrainConfig.model_validate({"device": device, "threads": threads, "service": section})
+        machine = TrainConfig.model_validate(section)
     except ValidationError as error:
         raise ConfigError(f"No train server can run so: {error.errors()[0]['msg']}") from error
     if model is not None and machine.parallelism != TrainConfig().parallelism:
@@ -167,10 +182,4 @@ def train_server(
         from roundhouse.training.memory_plan import refuse_unfit_layout
 
         refuse_unfit_layout(AutoConfig.from_pretrained(model), machine)
-    token = read_secret(TOKEN_VARIABLE, token_file)
-    require_token_beyond_loopback(host, token)
-    with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
-        engine = ServedTrainEngine(
-            model, machine, Path(scratch), open_engine=partial(open_ranks, service=machine.service)
-        )
-        serve(engine, host, port, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_mib << 20)
+    return machine

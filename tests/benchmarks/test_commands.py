@@ -44,6 +44,7 @@ BY_MAKE = {
     "bench-plan": "--sizes 1",
 }
 BY_SCRIPT = {
+    "hindsight.py": "--seeds 0 --iterations 2",
     "mutation_score.py": "--mutants 2 --tasks 1 --repeats 2 --only lookup",
     "gym/shards.py": "--rollouts 32 --concurrency 8 --repeats 1 --shards 1 2",
     "learning_curves.py": "--algorithms grpo --seeds 0 --iterations 1 --output {tmp}/curves --work {tmp}/work "
