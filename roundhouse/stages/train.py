@@ -462,8 +462,7 @@ def _key(run: Run, version: int, files: ModelFiles) -> tuple[str | int | float, 
 def open_service(
     config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
 ) -> TrainService:
-    """The service that `config.service` names, to be closed by the caller: in this process, ranks of its own, a Ray actor, or a
-    server elsewhere. Whichever it is, what it computes is the same; nothing is shared between two calls.
+    """The service that `config.service` names, to be closed by the caller. Whichever it is, what it computes is the same.
 
     Args:
         owner: of the training session; a remote service distinguishes runs by it.
