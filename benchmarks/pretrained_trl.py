@@ -308,9 +308,10 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
             marker="o",
             color=colour,
             linestyle=("-", "--", ":")[seeds.index(run["seed"]) % 3],
-            label=f"{run['name']}, seed {run['seed']}",
+            label=f"{run['name']}, seed {run['seed']}" + (", ended early" if run.get("ended_early") else ""),
         )
-        axes.axvline(run["cpu_seconds"], color=colour, alpha=0.3)
+        if not run.get("ended_early"):
+            axes.axvline(run["cpu_seconds"], color=colour, alpha=0.3)
     axes.set_xlabel("CPU seconds of all processes, from the start (line: last optimizer step done)")
     axes.set_ylabel("mean reward of a step's rollouts")
     axes.set_xlim(left=0)
