@@ -204,9 +204,8 @@ class TrainEngine:
                 values=role is Role.CRITIC,
             )
             cursor, optimizer = self._continued(model, role, directory, trainer_state)
-            if (
-                role is Role.POLICY
-            ):  # here, where ranks wait for each other: the directory may go when the leading one is done
+            # before ranks have waited for each other: the directory may go when the leading one is done
+            if role is Role.POLICY:
                 self._side_files = read_side_files(directory)
         (scorer,) = loaded
         if scorer.logits_chunk:
