@@ -1,12 +1,13 @@
 """Learning curves: a configuration's task, trained with several algorithms and seeds by the library alone, in one process.
 
     python benchmarks/learning_curves.py [--algorithms grpo rloo gspo] [--seeds 0 1 2] [--iterations 25] [--config FILE]
-                                         [--output docs/images/learning-curves] [--work DIR]
+                                         [--set KEY=VALUE …] [--label NAME] [--output docs/images/learning-curves] [--work DIR]
 
 No server, no workflow engine, no vLLM: transformers generates in this process, the environment judges, `validate` proves the
 tokens, the trainer takes its step. All runs start from the same warm start and differ in algorithm and in the seed of tasks
-and sampling. `--output` gets .json (written after every run, and read to skip those already there) and .png. The last line is
-JSON.
+and sampling. Each leaves its last weights in `--work`, in a directory of its label and seed, which a later run may name as a
+teacher. Where a rubric gives the reward, scores are the environment's own part of it. `--output` gets .json (written after
+every run, and read to skip those already there) and .png. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 
 import torch
 
+from roundhouse.config.algorithms import DistillationConfig
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig, Sampling
 from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
+from roundhouse.environments.base import TaskRow
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
 from roundhouse.generation.protocol import Completion
@@ -38,6 +41,7 @@ from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts, sample_tasks
+from roundhouse.rollout.rubric import OWN
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.records import Rollout
@@ -77,10 +81,15 @@ class PolicyInProcess:
         )
 
 
-async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, Any]:
-    """One run: reward by iteration, and of the held-out tasks before and after."""
+def two_calls(row: TaskRow, items: Sequence[dict[str, Any]]) -> bool:
+    """A criterion for a rubric: the rollout called a tool twice, as the quickstart's task needs it."""
+    return sum(item.get("type") == "function_call" for item in items) == 2
+
+
+async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> dict[str, Any]:
+    """One run, its last weights in `kept`: reward by iteration, and of the held-out tasks before and after."""
     cpu, curve = time.process_time(), []
-    reference = start if config.train.algorithm.reference_source == "start" else None
+    reference = _reference(config, start)
     trainer = Trainer.load(start, config.train, seed=config.seed, reference_dir=reference)
     policy = PolicyInProcess(config, start)
     await policy.engine.start()
@@ -100,24 +109,31 @@ async def train(config: RunConfig, start: Path, iterations: int) -> dict[str, An
             vocabulary_size=policy.codec.vocabulary,
             policy_version=policy.version,
         )
-        report = trainer.step(TrainingSequences.from_table(validated.sequences), iteration)
+        trainer.step(TrainingSequences.from_table(validated.sequences), iteration)
         with tempfile.TemporaryDirectory() as directory:
             trainer.save(Path(directory))
             await policy.take(Path(directory), iteration)
-        curve.append(report.metrics["reward"])
+        curve.append(statistics.fmean(own_rewards(config, rollouts)))
+    trainer.save(kept)
     after, sampled_after = await _heldout(config, policy, True), await _heldout(config, policy, False)
     policy.engine.shutdown()
     return {
-        "algorithm": config.train.algorithm.kind,
-        "seed": config.seed,
         "reward": [round(value, 4) for value in curve],
-        "heldout_before": score(before)[0],
-        "heldout_after": score(after)[0],
-        "sampled_before": score(sampled_before),
-        "sampled_after": score(sampled_after),
+        "heldout_before": score(config, before)[0],
+        "heldout_after": score(config, after)[0],
+        "sampled_before": score(config, sampled_before),
+        "sampled_after": score(config, sampled_after),
         "turns_after": turns(sampled_after),
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
+
+
+def _reference(config: RunConfig, start: Path) -> Path | None:
+    """The second policy that the algorithm reads: the starting one, a teacher, or none."""
+    algorithm = config.train.algorithm
+    if isinstance(algorithm, DistillationConfig):
+        return Path(algorithm.teacher)
+    return start if algorithm.reference_source == "start" else None
 
 
 async def roll_out(
@@ -142,9 +158,18 @@ async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> 
     return await roll_out(config, policy, rows, 1, 0, greedy)
 
 
-def score(rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
-    """Mean reward, its standard error, and of how many rollouts."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+def own_rewards(config: RunConfig, rollouts: Sequence[Rollout]) -> list[float]:
+    """The environment's own rewards of those that have one; a rubric keeps its share of the whole."""
+    finished = [each for each in rollouts if each.reward is not None]
+    if (rubric := config.environment.rubric) is None:
+        return [each.reward for each in finished]
+    whole = rubric.own_weight + sum(each.weight for each in rubric.criteria.values())
+    return [each.reward_components[OWN] * whole / rubric.own_weight for each in finished]
+
+
+def score(config: RunConfig, rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
+    """Mean of the environment's own reward, its standard error, and of how many rollouts."""
+    rewards = own_rewards(config, rollouts)
     error = statistics.stdev(rewards) / len(rewards) ** 0.5
     return round(statistics.fmean(rewards), 4), round(error, 4), len(rewards)
 
@@ -167,6 +192,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path, what: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=110)
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     for kind in dict.fromkeys(run["algorithm"] for run in runs):
         curves = [run["reward"] for run in runs if run["algorithm"] == kind]
         columns = list(zip(*curves, strict=True))
@@ -191,12 +217,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--label", help="the runs' name in place of the algorithm's")
     parser.add_argument("--output", type=Path, default=Path("docs/images/learning-curves"))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "roundhouse-learning-curves")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    base = load_config(arguments.config, arguments.overrides)
+
+    def configured(kind: str, *more: str) -> RunConfig:
+        return load_config(arguments.config, [f"train.algorithm.kind={kind}", *arguments.overrides, *more])
+
+    base = configured(arguments.algorithms[0])
     start = arguments.work / "start"
     if not start.is_dir():
         arguments.work.mkdir(parents=True, exist_ok=True)
@@ -206,11 +237,12 @@ def main() -> None:
     runs: list[dict[str, Any]] = json.loads(results.read_text())["runs"] if results.is_file() else []
     for kind in arguments.algorithms:
         for seed in arguments.seeds:
-            if any(run["algorithm"] == kind and run["seed"] == seed for run in runs):
+            label = arguments.label or kind
+            if any(run["algorithm"] == label and run["seed"] == seed for run in runs):
                 continue
-            overrides = [*arguments.overrides, f"train.algorithm.kind={kind}", f"seed={seed}", "train.threads=1"]
-            config = load_config(arguments.config, overrides)
-            runs.append(asyncio.run(train(config, start, arguments.iterations)))
+            config = configured(kind, f"seed={seed}", "train.threads=1")
+            made = asyncio.run(train(config, start, arguments.iterations, arguments.work / f"{label}-{seed}"))
+            runs.append({"algorithm": label, "seed": seed} | made)
             results.write_text(
                 json.dumps({"machine": platform.processor() or platform.machine(), "runs": runs}, indent=1)
             )

@@ -103,7 +103,7 @@ def test_three_tools_in_six_turns_are_learnt_by_a_tiny_policy(tmp_path: Path) ->
     config = load_config(ROOT / "configs/horizon.yaml", [f"{key}={value}" for key, value in cut_down.items()])
     assert isinstance(config.policy, WarmStartPolicy)
     make_starting_policy(config.policy, load(config.environment), 0, tmp_path / "start")
-    run = asyncio.run(train(config, tmp_path / "start", 10))
+    run = asyncio.run(train(config, tmp_path / "start", 10, tmp_path / "last"))
     before, after = run["sampled_before"], run["sampled_after"]
     assert before[0] < 0.5
     assert after[0] > before[0] + 3 * math.hypot(before[1], after[1]), run
