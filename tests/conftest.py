@@ -56,6 +56,7 @@ SHARED = {
         "asynchrony/test_mixture_run",
         "asynchrony/test_modes_in_runs",
         "asynchrony/test_overlapped_run",
+        "asynchrony/test_own_judge_run",
         "asynchrony/test_shards_in_runs",
         "asynchrony/test_trainer_generates_run",
     ),
@@ -71,6 +72,7 @@ SHARED = {
         "generation/test_adapter",
         "generation/test_chat",
         "generation/test_refit",
+        "generation/test_routing",
         "generation/test_start_failures",
     ),
 }

@@ -22,7 +22,7 @@ from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import ITERATIONS, SECONDS, SIZE, STALENESS, TASKS, Place, until
 from tests.chaos.strikes import Strike
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 WINDOW = 2
 """Of its curriculum."""
@@ -98,7 +98,6 @@ def test_prefect_shows_collect_of_the_next_iteration_beside_a_step(killed_and_re
     assert step[0] < collect[1], "and ended after the step had begun"
 
 
-@pytest.mark.long
 def test_an_engine_that_dies_in_the_overlap_ends_both_lanes(place: Place) -> None:
     """Nothing hangs: the generation lane's error is the run's."""
     engine = place.start_engine("engine-2", 0.3)

@@ -19,7 +19,7 @@ from roundhouse.trajectories.records import Rollout, Status, item_text
 from tests.asynchrony.place import SECONDS, Place
 from tests.chaos.stand import Server
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 QUESTION = "Is it right?"
 

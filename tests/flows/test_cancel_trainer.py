@@ -8,7 +8,7 @@ import pytest
 from roundhouse.store.stage import StageKind
 from tests.flows.served import Served, until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 TRAINER = "roundhouse.training.service.one_shot"
 

@@ -22,6 +22,8 @@ from roundhouse.generation.protocol import session_header
 from roundhouse.generation.serve_app import VIRTUAL_NODES, PolicyReplica, routing_options
 from roundhouse.weight_sync.replica_state import ReplicaReport
 
+pytestmark = pytest.mark.long
+
 ROLLOUTS, TURNS = [f"a task@7/{sample}" for sample in range(8)], 3
 
 

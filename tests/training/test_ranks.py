@@ -20,6 +20,8 @@ from roundhouse.training.parallel import Ranks
 from tests.training.ranks import train
 from tests.training.tiny import make_model
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 RANKS = {"kind": "resident", "processes": 2}
@@ -84,14 +86,6 @@ EIGHT_BIT = {"8-bit moments"} if find_spec("torchao") else set()
 CASES |= {name: {"minibatches": 2, "optimizer": OPTIMIZER | {"moments": "8-bit"}} for name in EIGHT_BIT}
 APART = {"bfloat16"} | EIGHT_BIT
 """Not equal, but for rounding; with a test of their own."""
-LONG = {"critic, untied, reduced in each microbatch, recomputed activations", "context, critic, adapter"}
-LONG |= {
-    "padded",
-    "one bin for two ranks",
-    "one expert for two ranks",
-    "context, adapter",
-    "context, ratio of sequences",
-}
 FOUR: dict[str, dict[str, Any]] = {
     "context of two": {},
     "context of two, adapter": {"lora": {"rank": 2}},
@@ -145,9 +139,6 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["8-bit moments"] = {"hidden_size": 128, "intermediate_size": 64}
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
-IN_SHORT = CASES.keys() - FOUR.keys() - LONG | {"context of two", "tensor", "tensor and context", "replicas"}
-IN_SHORT |= {"replicas, experts, reduced in each microbatch"}
-"""The others take as long again, and are for the long suite."""
 ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"} | EIGHT_BIT
 """That tests without a case read."""
 FIRST = {"packed": "first", "critic": "first, critic"}
@@ -156,8 +147,7 @@ SPEED = {"tokens_per_second"}
 
 
 def each_case() -> list[Any]:
-    marks = {name: () if name in IN_SHORT else (pytest.mark.long,) for name in CASES}
-    return [pytest.param(name, id=name, marks=marks[name]) for name in CASES if name not in APART]
+    return [pytest.param(name, id=name) for name in CASES if name not in APART]
 
 
 def _case(kind: str, model: Path, reference: Path, **changes: Any) -> dict[str, Any]:
