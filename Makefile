@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
@@ -41,7 +41,7 @@ down: setup ## end them and everything they started
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 # Half of the suite is waiting for processes to start, so a worker more than there are cores; a file's tests share their services.
-test: setup ## the test suite, files in parallel (TEST_WORKERS=3); some of it in one process: PYTEST_ARGS="tests/infra -k port"
+test: setup ## the test suite, files in parallel (TEST_WORKERS=4); some of it in one process: PYTEST_ARGS="tests/infra -k port"
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
 
 test-long: setup ## what is long by nature, printed one by one: stories, chaos, every benchmark and make target (PYTEST_ARGS="-k soak")

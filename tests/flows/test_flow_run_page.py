@@ -72,6 +72,7 @@ def left(flow_run: Any) -> timedelta:
     return state.state_details.pause_timeout - datetime.now(UTC)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [DIALOG_SECONDS, -1], ids=["just suspended", "suspended while nothing was served"])
 def test_a_suspended_run_whose_process_is_gone_does_not_fail_and_is_resumed(
     prefect_client: Served, seconds: int

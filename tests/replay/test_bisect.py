@@ -19,11 +19,11 @@ from roundhouse.stages.datasets import dataset_names
 from roundhouse.store.verification import verify
 from tests.replay.planted import HEALTHY, PLANTS, Plant, planted_run
 
-IN_SHORT = ("entropy", "another template")
+IN_SHORT = ("entropy",)
 
 
 def plants() -> list[object]:
-    """Two of those that take least, and all others where there is time."""
+    """The one that takes least, and all others where there is time."""
     marks = {plant.name: () if plant.name in IN_SHORT else (pytest.mark.long,) for plant in PLANTS}
     return [pytest.param(plant, id=plant.name, marks=marks[plant.name]) for plant in PLANTS]
 
@@ -109,6 +109,7 @@ def test_a_set_that_was_never_seen_to_do_it_is_not_returned() -> None:
     assert few in ([0, 1, 2], [0, 1], [0, 1, 2, 3])
 
 
+@pytest.mark.long
 def test_two_poisoned_groups_of_sixteen_are_the_smallest_set(tmp_path: Path) -> None:
     plant = next(plant for plant in PLANTS if plant.name == "two of sixteen groups poisoned")
     run = planted_run(tmp_path, plant, iterations=4)

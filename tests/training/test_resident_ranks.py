@@ -126,6 +126,7 @@ def two_steps(service: TrainService, model_dir: Path, directory: Path) -> dict[s
     return contents(directory)
 
 
+@pytest.mark.long
 def test_ranks_behind_a_train_server_write_what_resident_ranks_write(
     together: ResidentRanks, model_dir: Path, tmp_path: Path
 ) -> None:

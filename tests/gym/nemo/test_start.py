@@ -223,6 +223,7 @@ class Handler""",
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_foreign_server_joins_the_ray_cluster_of_the_start_and_the_cluster_ends_with_it(start, tmp_path):
     foreign_server(tmp_path, JOINS)

@@ -29,6 +29,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.long
 def test_an_actor_writes_what_this_process_writes_and_its_loss_is_an_infrastructure_error(
     model_dir: Path, reference_dir: Path, tmp_path: Path
 ) -> None:
