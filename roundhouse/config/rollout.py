@@ -144,7 +144,8 @@ class DynamicSampling(Section):
     max_rounds: PositiveInt = 10
     """Rounds of `rollout.prompts_per_iteration` tasks each, the first one included."""
     on_exhausted: Literal["error", "continue"] = "error"
-    """When too few have spread after the last round: fail the stage, or train on those that have."""
+    """When too few have spread after the last round: fail the stage, or train on those that have. Where none has, there is
+    nothing to train on, and `failures.on_too_few` applies."""
 
 
 class EnvironmentRollouts(Section):

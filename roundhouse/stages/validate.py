@@ -50,7 +50,7 @@ def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
 
 def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) -> dict[str, str]:
     """Why each group that dynamic sampling (its entry in the collect stage's manifest) did not keep is not trained on."""
-    if not sampling or not sampling["kept"]:
+    if not sampling:
         return {}
     kept, surplus = set(sampling["kept"]), set(sampling["surplus"])
     groups = {rollout.group_id for rollout in rollouts} - kept
@@ -227,6 +227,10 @@ def _validated(
     )
 
 
+NONE_WITH_SPREAD = (
+    " No group has spread (rollout.dynamic_sampling): the tasks are too easy or too hard for this policy. Change them, raise "
+    "rollout.group_size or rollout.dynamic_sampling.max_rounds, or set failures.on_too_few to skip."
+)
 BREAKS_TOLD = 20
 """Breaks that the manifest holds word for word; all of them are counted."""
 
@@ -245,7 +249,7 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
             f"{what}: {refused} of {requested} rollouts were refused ({result.reasons}), "
             f"{result.sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
             f"{config.validation.max_quarantine_fraction}, failures.min_groups {config.failures.min_groups}. The evidence is "
-            f"in {place} (dataset quarantine)."
+            f"in {place} (dataset quarantine)." + (NONE_WITH_SPREAD if filtered and not groups else "")
         )
     return refused
 

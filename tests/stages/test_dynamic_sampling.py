@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
-from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.errors import ConfigError, DataError, InfraError, TooFewSequences
 from roundhouse.rollout.plan import RolloutSpec, round_tasks, sample_rounds
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
@@ -139,6 +139,19 @@ def test_too_few_groups_with_spread_fail_the_stage_or_go_on_as_configured(
     run, weights = _run(f"{tmp_path}/b", monkeypatch, max_rounds=1, on_exhausted="continue")
     kept = read_manifest(collect_iteration(run, 1, weights, engine.url)).details["dynamic_sampling"]["kept"]
     assert len(kept) < TASKS
+
+
+def test_where_no_group_has_spread_nothing_is_trained_on_and_the_error_says_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ScriptedEngine(lambda request: "0 0 0 0").serving() as engine:
+        run, weights = _run(str(tmp_path), monkeypatch, max_rounds=1, on_exhausted="continue")
+        collected = collect_iteration(run, 1, weights, engine.url)
+    assert read_manifest(collected).details["dynamic_sampling"]["kept"] == []
+    with pytest.raises(
+        TooFewSequences, match=r"0 groups are left.*No group has spread.*max_rounds.*on_too_few to skip"
+    ):
+        validate_iteration(run, 1, collected, vocabulary_size=10)
 
 
 def _made(spec: RolloutSpec, reward: float) -> Rollout:
