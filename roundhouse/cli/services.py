@@ -157,7 +157,7 @@ def train_server(
         "timeout_seconds": timeout_seconds,
     }
     machine = _train_machine(model, {"device": device, "threads": threads, "service": {"kind": "resident", **layout}})
-    server.require_token_beyond_loopback(host, token := read_secret(TOKEN_VARIABLE, token_file))
+    token = read_secret(TOKEN_VARIABLE, token_file)
     with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
         engine = ServedTrainEngine(
             model, machine, Path(scratch), open_engine=partial(open_ranks, service=machine.service)
