@@ -17,9 +17,13 @@ ours when it ends a rollout, and that the taxonomy does not know either, is a de
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError, RoundhouseError
@@ -28,6 +32,8 @@ from roundhouse.trajectories.records import FailureKind
 
 if TYPE_CHECKING:
     from roundhouse.rollout.agents import RolloutAttempt
+
+T = TypeVar("T")
 
 FAILURE_HEADER = "X-Roundhouse-Failure"
 """Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
@@ -140,8 +146,27 @@ async def call_function(function: Callable[..., Any], *arguments: Any, **named: 
     """What a function of the user's returns. One that is not `async` runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
+    result = await in_thread(function, *arguments, **named)
     return await result if inspect.isawaitable(result) else result
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """What a plain function returns, from a thread of its own: as many wait at once as rollouts are in flight (a pool has as
+    many threads as there are cores, and a few), and one that hangs does not keep the process from its end."""
+    loop, context, ended = asyncio.get_running_loop(), contextvars.copy_context(), asyncio.Event()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(context.run(function, *arguments, **named))
+        except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
+            outcome.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=run, name="roundhouse-function", daemon=True).start()
+    await ended.wait()
+    return outcome.result()
 
 
 async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:

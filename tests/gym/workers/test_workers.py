@@ -1,6 +1,7 @@
 """Workers through the rollout engine: the same collector, limits and records as for every environment."""
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -222,6 +223,23 @@ async def judged_by(evaluator: Evaluator):
 async def test_an_evaluator_that_gives_no_result_fails_the_rollout(told: Any) -> None:
     rollout = (await judged_by(Says(told))).rollout
     assert (rollout.status, rollout.failure_code, rollout.reward) == (Status.FAILED, "verifier_failed", None)
+
+
+async def test_as_many_plain_evaluators_judge_at_once_as_rollouts_are_in_flight() -> None:
+    """A pool of threads would be smaller than this on any machine, and each would wait for ever for the others."""
+    together = 100
+    meeting = threading.Barrier(together, timeout=30)
+
+    class Meets(Evaluator):
+        def evaluate(self, data: dict[str, Any], evaluation_target: Any) -> EvaluationRunResult:
+            meeting.wait()
+            return EvaluationRunResult(1.0)
+
+    client = WorkerClient(lambda llm: SimpleRolloutWorker(llm, Meets()), "test", [ITEM])
+    specs = plan_rollouts(client.tasks("train"), together, seed=0, iteration=0)
+    policy = ScriptedPolicy(by_turn(says("4")))
+    rollouts = await collect(specs, policy, client, rollout_config(concurrency=together), SAMPLING)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * together
 
 
 async def test_an_async_evaluator_sees_the_target_and_its_metrics_and_extra_info_arrive() -> None:
