@@ -18,7 +18,7 @@ a reward exactly when the worker put a trajectory and its evaluator judged it.
             answer = await self.llm.completion(self.format_task_query(task))
             return await self.put_trajectory(task, answer["response"])
 
-What `step` returns is the outcome:
+The same as plain functions, as NexRL has them, is `roundhouse.compat.nexrl.plain`. What `step` returns is the outcome:
 
     "success"      the trajectory that was put counts                                         completed or truncated
     "fail"         the worker gave up on the task                                             failed (data)
@@ -39,6 +39,7 @@ the rollout, which then has no reward.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
 import time
@@ -51,6 +52,7 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
+from roundhouse.compat.nexrl.plain import PlainClient, WorkerConfig
 from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
@@ -283,7 +285,7 @@ class ReRollout(InfraError):
     """The worker asks for the same task again."""
 
 
-class BaseRolloutWorker(ABC):
+class BaseRolloutWorker:
     """Plays one rollout; see the module's docstring for an example."""
 
     evaluator: Evaluator | None = None
@@ -292,9 +294,16 @@ class BaseRolloutWorker(ABC):
     """`replay`: after an interruption the worker plays from the start, and its finished model calls are answered from the
     record. For workers that make one call after another, and whose own work (tools, services) may be done twice."""
 
-    def __init__(self, llm: LlmClient, evaluator: Evaluator | None = None) -> None:
-        """Further keyword arguments of a subclass are environment.parameters. `llm` is for the rollout, not for this."""
+    def __init__(self, llm: LlmClient | WorkerConfig, evaluator: Evaluator | None = None) -> None:
+        """Further keyword arguments of a subclass are environment.parameters; a subclass with the one argument `config` gets
+        them as that. `llm` is for the rollout, not for this."""
+        if isinstance(llm, WorkerConfig):
+            self._config = llm
+            llm, evaluator = llm.made_with
         self.llm = llm
+        self._llm_client = PlainClient(llm)
+        """The name that NexRL's recipes know."""
+        self._task: dict[str, Any] = {}
         if evaluator is not None:
             self.evaluator = evaluator
         self.result: EvaluationRunResult | None = None
@@ -306,15 +315,16 @@ class BaseRolloutWorker(ABC):
         self.dataloader: Sequence[dict[str, Any]] = ()
         self.validate_dataloader: Sequence[dict[str, Any]] = ()
 
-    @property
-    def _llm_client(self) -> LlmClient:
-        """The name that NexRL's recipes know."""
-        return self.llm
-
     def set_module_references(
-        self, *, dataloader: Sequence[dict[str, Any]], validate_dataloader: Sequence[dict[str, Any]]
+        self,
+        trajectory_pool: None = None,
+        dataloader: Sequence[dict[str, Any]] = (),
+        weight_sync_controller: None = None,
+        validate_dataloader: Sequence[dict[str, Any]] = (),
+        validator: None = None,
     ) -> None:
-        """Called before `step`: the items of both splits, to look at. Which is played is the run's plan."""
+        """Called before `step`: the items of both splits, to look at. Which is played is the run's plan; pool, controller and
+        validator are the run's own, and None here."""
         self.dataloader, self.validate_dataloader = dataloader, validate_dataloader
 
     def begin_validate(self) -> None:
@@ -325,13 +335,20 @@ class BaseRolloutWorker(ABC):
         """Called after it."""
         self.is_validate = False
 
+    async def play(self, task: dict[str, Any]) -> str | None:
+        """What `step` returns, or the class's own `run_agent`, as a plain function or an `async` one."""
+        self._task = task
+        step = self.run_agent if type(self).step is BaseRolloutWorker.step else self.step
+        return await (step(task) if inspect.iscoroutinefunction(step) else self._llm_client.play(step, task))
+
     async def step(self, task: dict[str, Any]) -> str | None:
-        """Play the task: a data item with `group_id`, `run_id` and `task_id`."""
+        """Play the task: a data item with `group_id`, `run_id` and `task_id`. A plain function plays in a thread, with
+        `_llm_client` and `_put_trajectory`."""
         return await self.run_agent(task)
 
-    @abstractmethod
     async def run_agent(self, task: dict[str, Any]) -> str | None:
         """Play the task and put its trajectory; what it returns is explained above."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither step nor run_agent")
 
     def format_task_query(self, item: dict[str, Any]) -> str:
         """The prompt for a data item.
@@ -377,6 +394,25 @@ class BaseRolloutWorker(ABC):
                 )
         self.result = result
         return StepResult.SUCCESS
+
+    def _put_trajectory(self, trajectory: dict[str, Any]) -> Any:
+        """Hand in NexRL's form of a trajectory: its `response` is judged, unless it has a `reward`; its tokens are those of the
+        model calls. An `async` worker awaits it."""
+        result = None
+        if (reward := trajectory.get("reward")) is not None:
+            result = EvaluationRunResult(reward, str(trajectory.get("ground_truth", "")))
+        answer = str(trajectory.get("response") or "")
+        return self._llm_client.wait(self.put_trajectory(self._task, answer, result=result))
+
+    _put_validate_trajectory = _put_trajectory
+
+    def _get_validate_task(self) -> dict[str, Any]:
+        """The task of an evaluation: the one that `step` was given."""
+        return self._task
+
+    @property
+    def _is_running_validate(self) -> bool:
+        return self.is_validate
 
     async def cut_short(self, task: dict[str, Any], limit: str) -> str:
         """The run was ended by a limit that it did not catch: judge the newest reply."""

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -166,7 +166,7 @@ class Tracer(Protocol):
         ...
 
 
-class TraceRolloutWorker(BaseRolloutWorker):
+class TraceRolloutWorker(BaseRolloutWorker, ABC):
     """Runs a traced agent; subclasses say which tracer and which agent."""
 
     @abstractmethod

@@ -37,6 +37,7 @@ from roundhouse.compat.nexrl.base import (
     StepResult,
     WorkerFailed,
 )
+from roundhouse.compat.nexrl.plain import WorkerConfig, provide_nexrl
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Restoration, Split, TaskList, TaskRow, Verdict, task_row
@@ -116,7 +117,13 @@ class WorkerAgent:
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
         llm = LlmClient(attempt, self._max_retries)
         worker = self._make(llm)
-        worker.set_module_references(dataloader=self._train, validate_dataloader=self._heldout)
+        worker.set_module_references(
+            trajectory_pool=None,
+            dataloader=self._train,
+            weight_sync_controller=None,
+            validate_dataloader=self._heldout,
+            validator=None,
+        )
         if attempt.on_policy:
             final = await _stepped(worker, task)
         else:
@@ -139,7 +146,7 @@ class WorkerAgent:
 
 async def _stepped(worker: BaseRolloutWorker, task: dict[str, Any]) -> str | None:
     try:
-        return await worker.step(task)
+        return await worker.play(task)
     except RolloutLimit as limit:
         return await worker.cut_short(task, str(limit))
     except (InfraError, DataError, TimeoutError):
@@ -188,6 +195,7 @@ def worker_maker(config: WorkerEnvironment) -> MakeWorker:
     Raises:
         ConfigError
     """
+    provide_nexrl()
     bases = [config.workspace] if config.workspace else []
     for base in bases:
         add_import_path(base)
@@ -198,22 +206,26 @@ def worker_maker(config: WorkerEnvironment) -> MakeWorker:
             "package.module:Class."
         )
     found: Any = load_class(target, BaseRolloutWorker, "environment.worker", bases)
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"environment.worker is {target!r}, which does not define {missing}.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if found.step is BaseRolloutWorker.step and found.run_agent is BaseRolloutWorker.run_agent:
+        missing = ["step or run_agent"]
+    if missing:
+        raise ConfigError(f"environment.worker is {target!r}, which does not define {', '.join(missing)}.")
     evaluator = None
     if config.evaluator is not None:
         evaluator_class: Any = load_class(config.evaluator, Evaluator, "environment.evaluator", bases)
         evaluator = _made(evaluator_class, "environment.evaluator", config.evaluator)
-    try:
-        inspect.signature(found).bind(None, evaluator, **config.parameters)
-    except TypeError as error:
-        raise ConfigError(f"environment.parameters {config.parameters!r} do not fit {target}: {error}.") from error
-
-    parameters = resolved(config.parameters)
+    parameters, of_nexrl = resolved(config.parameters), list(inspect.signature(found).parameters) == ["config"]
+    if not of_nexrl:
+        try:
+            inspect.signature(found).bind(None, evaluator, **config.parameters)
+        except TypeError as error:
+            raise ConfigError(f"environment.parameters {config.parameters!r} do not fit {target}: {error}.") from error
 
     def make(llm: LlmClient) -> BaseRolloutWorker:
-        worker: BaseRolloutWorker = found(llm, evaluator, **parameters)
+        worker: BaseRolloutWorker = (
+            found(WorkerConfig(parameters, llm, evaluator)) if of_nexrl else found(llm, evaluator, **parameters)
+        )
         return worker
 
     _made(lambda: make(_NO_CALLS), "environment.worker", target)
