@@ -80,28 +80,29 @@ def translated(tree: Tree) -> Tree:
 
 
 HTTP_SWITCHES = ("async_engine", "expose_http_server")
+_OF_VLLM_CFG = {
+    "max_model_len": "max_model_len",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "precision": "dtype",
+}
+"""Keys of NeMo RL's `vllm_cfg`, as the section generation has them."""
+_ENGINE_ARGUMENTS = ("tensor_parallel_size", "pipeline_parallel_size", "enforce_eager", "kv_cache_dtype")
+"""Keys of it that are vLLM's own, for `generation.engine_args`."""
 
 
 def from_nemo_rl(tree: Any) -> Any:
-    """A configuration with NeMo RL's switch of NeMo Gym (section `env`), as `environment.kind: nemo_gym` says it; any other as
-    it is.
+    """A configuration with NeMo RL's `policy.model_name`, `policy.generation` and `env` (its switch of NeMo Gym) in the
+    sections that say it here; any other as it is.
 
     Raises:
         ValueError: one of the three switches that NeMo RL asks for is not on, the section says something else, or the policy
             is Megatron's.
     """
-    tree = _model_named_in_generation(tree)
-    policy = tree.get("policy") if isinstance(tree, dict) else None
-    if isinstance(policy, dict) and "megatron_cfg" in policy:
-        raise ValueError(
-            "policy.megatron_cfg is given, which needs megatron-core and CUDA. Leave it out, and move policy.generation to the "
-            "section generation, with backend trainer: it generates in the trainer as well, and mcore_generation_config has "
-            "buffer_size_gb and max_tokens."
-        )
+    tree = _policy_of_nemo_rl(_model_named_in_generation(tree))
     if not isinstance(tree, dict) or "env" not in tree:
         return tree
     tree = copy.deepcopy(tree)
-    env, policy = tree.pop("env"), tree.get("policy")
+    env = tree.pop("env")
     if not isinstance(env, dict) or not env.keys() <= {"should_use_nemo_gym", "nemo_gym"}:
         raise ValueError(
             "env has other keys than should_use_nemo_gym and nemo_gym. Name the environment in `environment`."
@@ -110,16 +111,6 @@ def from_nemo_rl(tree: Any) -> Any:
         raise ValueError(
             "env.should_use_nemo_gym is not true. Set it, or leave env out and name the environment in `environment`."
         )
-    if isinstance(policy, dict) and "generation" in policy:
-        generation = policy.pop("generation") or {}
-        for key in HTTP_SWITCHES:
-            if (generation.get("vllm_cfg") or {}).get(key) is not True:
-                raise ValueError(
-                    f"policy.generation.vllm_cfg.{key} is not true, but env.should_use_nemo_gym is: Gym reaches the engine "
-                    "over HTTP. Set it to true, or leave policy.generation out: Roundhouse's engine always serves HTTP."
-                )
-        if not policy:
-            del tree["policy"]
     gym = dict(env.get("nemo_gym") or {})
     if not (paths := gym.pop("config_paths", None)):
         raise ValueError("env.nemo_gym.config_paths is unset: name NeMo Gym's configuration files.")
@@ -128,6 +119,58 @@ def from_nemo_rl(tree: Any) -> Any:
     settings = [f"++{key}={_text(value)}" for key, value in gym.items()]
     given = {"kind": "nemo_gym", "config_paths": paths} | ({"overrides": settings} if settings else {})
     return tree | {"environment": given | (tree.get("environment") or {})}
+
+
+def _policy_of_nemo_rl(tree: Any) -> Any:
+    """`policy.model_name` is the policy that a run begins with, and `policy.generation` the section generation.
+
+    Raises:
+        ValueError: it is Megatron's policy, or says what is not carried out here, or what the section says too.
+    """
+    policy = tree.get("policy") if isinstance(tree, dict) else None
+    if not isinstance(policy, dict):
+        return tree
+    if "megatron_cfg" in policy:
+        raise ValueError(
+            "policy.megatron_cfg is given, which needs megatron-core and CUDA. Leave it out, and move policy.generation to the "
+            "section generation, with backend trainer: it generates in the trainer as well, and mcore_generation_config has "
+            "buffer_size_gb and max_tokens."
+        )
+    own = {key: value for key, value in policy.items() if key != "generation"}
+    if own.keys() == {"model_name"}:
+        own = {"kind": "pretrained", "path": policy["model_name"]}
+    rest = {key: value for key, value in tree.items() if key != "policy"} | ({"policy": own} if own else {})
+    if "generation" not in policy:
+        return rest
+    moved, here = _generation_of_nemo_rl(policy["generation"] or {}, gym="env" in tree), tree.get("generation") or {}
+    if both := sorted(moved.keys() & here.keys()):
+        raise ValueError(f"policy.generation and generation both say {both[0]}. Say it in generation alone.")
+    return rest | {"generation": {**here, **moved}}
+
+
+def _generation_of_nemo_rl(given: Tree, *, gym: bool) -> Tree:
+    """`policy.generation` as the section generation has it."""
+    vllm = given.get("vllm_cfg") or {}
+    moved = {key: value for key, value in given.items() if key != "vllm_cfg"}
+    arguments = {}
+    for key in HTTP_SWITCHES:
+        if vllm.get(key, None if gym else True) is not True:
+            why = "env.should_use_nemo_gym is: Gym reaches the engine over HTTP" if gym else "it always is here"
+            raise ValueError(
+                f"policy.generation.vllm_cfg.{key} is not true, but {why}. Set it to true, or leave policy.generation out: "
+                "Roundhouse's engine always serves HTTP."
+            )
+    for key, value in vllm.items():
+        if key in _OF_VLLM_CFG:
+            moved[_OF_VLLM_CFG[key]] = value
+        elif key in _ENGINE_ARGUMENTS:
+            arguments[key] = value
+        elif key not in HTTP_SWITCHES:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.{key} is {_text(value)}, which is not known here. Leave it out, or set what it "
+                "is for in generation or generation.engine_args."
+            )
+    return moved | ({"engine_args": arguments} if arguments else {})
 
 
 def _model_named_in_generation(tree: Any) -> Any:

@@ -38,6 +38,52 @@ def test_megatrons_generation_in_the_trainer_is_refused_with_what_there_is_here(
         parse_config({"run_id": "r", "policy": policy})
 
 
+def test_what_the_policy_of_nemo_rl_says_of_generation_acts_as_in_the_section() -> None:
+    """It was read for its two switches, and the rest of it was dropped without a word."""
+    tree = copy.deepcopy(THEIRS)
+    tree["policy"]["model_name"] = "/models/m"
+    tree["policy"]["generation"] |= {"max_new_tokens": 512, "temperature": 0.7, "top_p": 1.0, "top_k": None}
+    tree["policy"]["generation"]["vllm_cfg"] |= {
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.8,
+        "precision": "bfloat16",
+        "tensor_parallel_size": 4,
+    }
+    config = parse_config(tree)
+    assert (config.policy.kind, config.policy.path) == ("pretrained", "/models/m")
+    generation = config.generation
+    assert (generation.sampling.max_new_tokens, generation.sampling.temperature) == (512, 0.7)
+    assert (generation.max_model_len, generation.gpu_memory_utilization, generation.dtype) == (4096, 0.8, "bfloat16")
+    assert generation.engine_args == {"tensor_parallel_size": 4}
+    del tree["env"], tree["environment"], tree["policy"]["generation"]["vllm_cfg"]
+    tree["policy"]["generation"]["max_new_tokens"] = 100
+    assert parse_config(tree).generation.sampling.temperature == 0.7, "also without Gym"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": {"generation": {"max_tokens": 5}}}, r"generation\.max_tokens: unknown key"),
+        (
+            {"policy": {"generation": {"vllm_cfg": {"use_deep_gemm": True}}}},
+            r"vllm_cfg\.use_deep_gemm is true, which is not",
+        ),
+        (
+            {"policy": {"generation": {"vllm_cfg": {"async_engine": False}}}},
+            r"async_engine is not true, but it always is",
+        ),
+        (
+            {"policy": {"generation": {"backend": "vllm"}}, "generation": {"backend": "hf"}},
+            "both say backend. Say it in generation alone",
+        ),
+        ({"policy": {"model_name": "m", "kind": "warm_start"}}, r"policy.*model_name: unknown key"),
+    ],
+)
+def test_what_it_says_that_is_not_carried_out_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"run_id": "r"} | changes)
+
+
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
