@@ -177,7 +177,8 @@ def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None =
 
     Args:
         calls: as `GET /captures/<id>` of the model server gives them: `call` (order of their beginning), `prompt_token_ids`,
-            `generation_token_ids`, `generation_log_probs`, `policy_version`, `finish_reason`, `latency_seconds`.
+            `generation_token_ids`, `generation_log_probs`, `policy_version`, `version_spans`, `finish_reason`,
+            `latency_seconds`.
         policy_version: version of the weights for calls whose engine did not report it; it must then have been the same
         throughout.
 
@@ -273,6 +274,7 @@ def _turn(place: int, calls: Sequence[_Call], policy_version: int | None) -> Tur
         policy_version=version,
         finish_reason=call.record.get("finish_reason") or "stop",
         latency_seconds=float(call.record.get("latency_seconds") or 0.0),
+        version_spans=call.record.get("version_spans"),
     )
 
 

@@ -25,8 +25,10 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
-CARRIED = (*TOKEN_FIELDS, "routed_experts")
-"""Fields of a model call that travel with its message: token IDs, log-probabilities and, of some engines, the experts taken."""
+VERSION_SPANS = "version_spans"
+CARRIED = (*TOKEN_FIELDS, "routed_experts", VERSION_SPANS)
+"""Fields of a model call that travel with its message: token IDs, log-probabilities; of some engines, the experts taken; where
+a refit came in between, the versions that drew the tokens."""
 
 
 class UnsupportedItem(DataError):

@@ -167,6 +167,7 @@ class LlmClient:
             policy_version=completion.policy_version,
             finish_reason=completion.finish_reason,
             latency_seconds=completion.latency_seconds,
+            version_spans=completion.version_spans,
         )
         self._stored_tokens += len(turn.prompt_token_ids) + len(turn.generation_token_ids)
         self._input_tokens += len(completion.prompt_token_ids)

@@ -27,7 +27,8 @@ A span is an object {"type", "inputs", "outputs", "children"}. Of spans with typ
 
     inputs.messages, inputs.tools               chat messages and tools
     outputs.message, outputs.finish_reason      the reply ("stop" where there is none)
-    outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}
+    outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}, and "policy_version"
+                                                and "version_spans", where the server's reply had them
 
 The agent reaches the policy by itself, at a model server that returns token IDs. NexAU is such an agent framework; nothing of
 it is imported here: whatever offers `dump_traces` can be used.
@@ -211,11 +212,11 @@ def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
         if version is None:
             raise WorkerFailed("The policy version that answered is unknown: the trace does not tell it.")
         message = outputs.get("message") or {"role": "assistant", "content": ""}
-        finish = outputs.get("finish_reason") or "stop"
+        finish, drawn_by = outputs.get("finish_reason") or "stop", tokens.get("version_spans")
         llm.record(
             list(inputs.get("messages") or []),
             list(inputs.get("tools") or []),
-            Completion(message, finish, list(prompt), list(generated), list(log_probs), int(version), 0.0),
+            Completion(message, finish, list(prompt), list(generated), list(log_probs), int(version), 0.0, drawn_by),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from roundhouse.compat.nemo_gym.clients.agent import turns_from_items
 from roundhouse.compat.nemo_gym.model_server.answer import AnswerTokens, ModelAnswer
 from roundhouse.compat.nemo_gym.model_server.captures import Captures, http_attempt
 from roundhouse.rollout.conversation import chain_calls
@@ -38,6 +39,33 @@ def test_an_opaque_agents_calls_are_recorded_in_every_dialect_and_deleted_on_req
         assert time.time() - item["started_at"] < 60
     assert client.delete("/captures/7-0").json() == {"deleted": True}
     assert client.get("/captures/7-0").status_code == 404
+
+
+@pytest.mark.parametrize("tokens", ["message", "reply"])
+def test_which_version_drew_which_token_reaches_the_turns_of_an_agent_behind_the_model_server(
+    served: Served, tokens: str
+) -> None:
+    """By the record, by the items of a Responses reply, and by the model server's chat route; the engine is not sent them."""
+
+    class Refitted(FakeEngine):
+        def completion(self, asked: dict[str, Any]) -> dict[str, Any]:
+            told = super().completion(asked)
+            return told | {"version_spans": [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 10**6}]}
+
+    engine = Refitted(tokens=tokens)
+    client = served(engine)
+    user = [{"role": "user", "content": "x"}]
+    reply = chat(client, CAPTURING, user).json()["choices"][0]["message"]
+    spans = [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 10**6}]
+    assert reply["version_spans"] == spans
+    [turn] = chain_calls(client.get("/captures/7-0").json()["calls"]).turns
+    assert (turn.policy_version, turn.version_spans) == (3, spans)
+    response = client.post("/v1/responses", json={"input": "x"}).json()
+    [turn] = turns_from_items(response, policy_version=9)
+    assert (turn.policy_version, turn.version_spans) == (3, spans)
+    assert chat(client, "", [*user, reply, *user]).status_code == 200
+    assert engine.requests[-1]["messages"][1]["generation_token_ids"]
+    assert "version_spans" not in str(engine.requests[-1])
 
 
 def test_the_record_of_an_agent_that_strips_the_token_fields_chains_where_its_prompts_continue(served: Served):

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -139,6 +140,19 @@ async def test_what_a_call_was_asked_for_comes_back_with_its_answer() -> None:
 
     assert (await play(Asks)).rollout.status is Status.COMPLETED
     assert seen == [{"prompt": "2+2?", "response": "<answer>4</answer>", "finish_reason": "stop", "max_tokens": 9}]
+
+
+async def test_which_version_drew_which_token_is_on_record() -> None:
+    spans = [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 10**6}]
+
+    class Refitted(ScriptedPolicy):
+        async def complete(self, *given: Any) -> Any:
+            return replace(await super().complete(*given), version_spans=spans)
+
+    client = WorkerClient(SimpleRolloutWorker, "test", [ITEM])
+    policy, spec = Refitted(by_turn(says("4"))), spec_of(client.tasks("train")[0])
+    attempt = await play_rollout(spec, policy, client, rollout_config(), SAMPLING)
+    assert [turn.version_spans for turn in attempt.rollout.turns] == [spans]
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -451,6 +465,9 @@ async def test_model_calls_are_found_in_the_tree_in_their_order_and_become_turns
         (None, [9], [8]),
         (0, [4], [5]),
     ]
+    spans = [{"version": 3, "tokens": 1}]
+    refitted = (await play(traced(llm_span([1, 2], [3], "a", version_spans=spans)))).rollout
+    assert [turn.version_spans for turn in (*rollout.turns, *refitted.turns)] == [None, None, None, spans]
     straight = (await play(traced(llm_span([1, 2], [3], "a"), llm_span([1, 2, 3, 4], [5], "b")))).rollout
     assert [turn.parent for turn in straight.turns] == [None, 0]
     assert straight.status is Status.COMPLETED

@@ -70,6 +70,7 @@ from roundhouse.rollout.protocol import (
     NoTrainableTokens,
     detail_of,
 )
+from roundhouse.rollout.responses import CARRIED, VERSION_SPANS
 from roundhouse.trajectories.records import Status, Turn, derive_seed
 
 CAPTURES_SECONDS = 60.0
@@ -359,9 +360,6 @@ def rollout_name(group_id: str, sample: int) -> str:
     return f"r-{readable}-{sample}-{uuid.uuid4().hex[:12]}"
 
 
-_CARRIED = frozenset({*TOKEN_FIELDS, "routed_experts"})
-
-
 @dataclass(frozen=True, slots=True)
 class RunAnswer:
     """A rollout as its agent returns it."""
@@ -410,7 +408,7 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
         verdict,
         response,
         [
-            {"type": "message", **{key: value for key, value in item.items() if key not in _CARRIED}}
+            {"type": "message", **{key: value for key, value in item.items() if key not in CARRIED}}
             for item in [*items, *output]
             if isinstance(item, dict)
         ],
@@ -442,11 +440,14 @@ def turns_from_items(response: Mapping[str, Any], policy_version: int) -> list[T
                 prompt,
                 generated,
                 log_probs,
-                policy_version=policy_version,
+                policy_version=min((span["version"] for span in item.get(VERSION_SPANS) or ()), default=policy_version),
                 finish_reason="length" if cut_short else called,
+                version_spans=item.get(VERSION_SPANS),
             )
-        except (TypeError, OverflowError) as error:
-            raise BadAgentAnswer(f"prompt_token_ids holds something else than token IDs: {error}") from error
+        except (TypeError, KeyError, OverflowError) as error:
+            raise BadAgentAnswer(
+                f"prompt_token_ids or version_spans hold something else than token IDs or versions: {error!r}"
+            ) from error
     return chain.turns
 
 

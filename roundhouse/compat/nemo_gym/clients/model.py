@@ -227,4 +227,5 @@ def _completion(told: Message, finish: str, reply: dict[str, Any], latency: floa
         generation_log_probs=log_probs,
         policy_version=reply.get("policy_version") or 0,
         latency_seconds=latency,
+        version_spans=told.get("version_spans"),
     )

@@ -43,11 +43,14 @@ class AnswerTokens:
     generation: list[int]
     log_probs: list[float]
     routed_experts: Any = None
+    version_spans: list[dict[str, int]] | None = None
+    """Which version of the policy drew which tokens, where a refit came in between."""
 
     def fields(self) -> dict[str, Any]:
         """In the form of a message or an item."""
         tokens = dict(zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True))
-        return tokens if self.routed_experts is None else {**tokens, "routed_experts": self.routed_experts}
+        more = {"routed_experts": self.routed_experts, "version_spans": self.version_spans}
+        return tokens | {name: value for name, value in more.items() if value is not None}
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> Model
 
 
 def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
-    in_message = _message_tokens(message)
+    in_message = _message_tokens(message, reply.get("version_spans"))
     prompt, generation = reply.get("prompt_token_ids"), choice.get("token_ids")
     beside: tuple[Any, Any] | None = None if prompt is None and generation is None else (prompt, generation)
     if beside is not None and not (isinstance(prompt, list) and isinstance(generation, list)):
@@ -134,10 +137,11 @@ def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
     assert drawn is not None
     if beside is not None:
         _must_agree(beside[1], drawn[0], "generation")
-    return AnswerTokens(beside[0] if beside else None, *drawn, message.get("routed_experts"))
+    more = message.get("routed_experts"), reply.get("version_spans")
+    return AnswerTokens(beside[0] if beside else None, *drawn, *more)
 
 
-def _message_tokens(message: Message) -> AnswerTokens | None:
+def _message_tokens(message: Message, spans: list[dict[str, int]] | None) -> AnswerTokens | None:
     lists = [message.get(name) for name in TOKEN_FIELDS]
     if all(value is None for value in lists):
         return None
@@ -148,7 +152,7 @@ def _message_tokens(message: Message) -> AnswerTokens | None:
         raise BadReply(
             f"The reply's message has {len(generation or ())} generated tokens and {len(log_probs or ())} log-probabilities."
         )
-    return AnswerTokens(prompt, generation or [], log_probs or [], message.get("routed_experts"))
+    return AnswerTokens(prompt, generation or [], log_probs or [], message.get("routed_experts"), spans)
 
 
 def _log_prob_tokens(choice: Body) -> tuple[list[int], list[float]] | None:

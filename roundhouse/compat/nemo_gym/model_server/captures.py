@@ -60,6 +60,7 @@ class CapturedCall:
     generation: array[int] | None
     log_probs: array[float] | None
     policy_version: int | None
+    version_spans: list[dict[str, int]] | None
     finish_reason: str
     started_at: float
     latency_seconds: float
@@ -81,6 +82,7 @@ class CapturedCall:
             "call": self.number,
             **self.token_fields(),
             "policy_version": self.policy_version,
+            "version_spans": self.version_spans,
             "finish_reason": self.finish_reason,
             "started_at": self.started_at,
             "latency_seconds": self.latency_seconds,
@@ -180,6 +182,7 @@ class Captures:
             _array("i", tokens.generation),
             _array("d", tokens.log_probs),
             answer.policy_version,
+            tokens.version_spans,
             answer.finish_reason,
             started,
             self._clock() - started,

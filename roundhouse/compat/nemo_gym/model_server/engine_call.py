@@ -23,7 +23,15 @@ import orjson
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.generation.requests import Body, invalid
-from roundhouse.rollout.responses import CARRIED, Message, UnsupportedItem, chat_messages, chat_tools, split_thinking
+from roundhouse.rollout.responses import (
+    CARRIED,
+    VERSION_SPANS,
+    Message,
+    UnsupportedItem,
+    chat_messages,
+    chat_tools,
+    split_thinking,
+)
 
 _SHARED_FIELDS = (
     "metadata",
@@ -100,8 +108,9 @@ def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:
     sent = []
     for place, message in enumerate(messages):
         role = message["role"]
-        if place != newest and not message.keys().isdisjoint(CARRIED):
-            message = {key: value for key, value in message.items() if key not in CARRIED}
+        unasked = (VERSION_SPANS,) if place == newest else CARRIED
+        if not message.keys().isdisjoint(unasked):
+            message = {key: value for key, value in message.items() if key not in unasked}
         if role == "assistant" and cut and message.get("content"):
             message = _without_thinking(message, keep=config.uses_interleaved_reasoning)
         elif role == "developer" and config.replace_developer_role_with_system:
