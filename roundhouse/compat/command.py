@@ -114,7 +114,8 @@ class CommandClient(ClientWithRows):
         if missing := [name for name in config.variables if name not in os.environ]:
             raise ConfigError(f"environment.variables names {', '.join(missing)}, which are not set. Set them.")
         self.name = Path(program).name
-        self.command = (str(Path(program).absolute()), *config.command[1:])
+        words = program, *config.command[1:]
+        self.command = tuple(str(Path(word).absolute()) if os.path.isfile(word) else word for word in words)
         self.verifier = None if config.verifier is None else load_function(config.verifier, "environment.verifier")
         self.variables = {name: os.environ[name] for name in (*INHERITED, *config.variables) if name in os.environ}
         self.agent = CommandAgent(self)

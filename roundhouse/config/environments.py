@@ -468,7 +468,8 @@ class CommandEnvironment(EnvironmentSection):
     kind: Literal["command"]
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """The program and its arguments. It runs in an empty directory, and its environment has the base URL and a key in the
-    variables of the OpenAI and Anthropic SDKs, and the paths of its task and of the result that it may write."""
+    variables of the OpenAI and Anthropic SDKs, and the paths of its task and of the result that it may write. A word that is
+    the path of a file from where you are is handed over as its absolute path."""
     verifier: Target | None = None
     """`module:function` or `path/to/file.py:function` of (task row, `CommandOutcome`), which returns the reward or a
     `Verdict`. Unset: the program writes its result file with a reward in it."""

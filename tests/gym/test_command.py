@@ -225,6 +225,19 @@ async def test_only_named_variables_of_the_collector_reach_a_program(
     assert KEPT[-1].strip() == "None given"
 
 
+async def test_a_path_from_where_you_are_is_found_although_the_program_runs_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`command: [python, agent.py]`, as the documentation has it; what is no file stays as it was written."""
+    program(tmp_path, ASKS + "    print(*sys.argv[1:], os.path.basename(os.getcwd()))\n")
+    monkeypatch.chdir(tmp_path)
+    words = (sys.executable, "agent.py", "--url=http://host//path", "nothing.py", "x" * 5000)
+    section = CommandEnvironment(kind="command", command=words, verifier=f"{__name__}:keep_output")
+    async with CommandClient(section) as environment:
+        await collect(plan_rollouts([ROW], 1, 0, 1), ScriptedPolicy(answers), environment, rollout_config(), SAMPLING)
+    assert KEPT[-1].split() == [*words[2:], "work"]
+
+
 KEPT: list[str] = []
 
 
