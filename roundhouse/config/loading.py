@@ -194,7 +194,13 @@ def _section_at(location: list[Any]) -> tuple[str, list[str]]:
     """Dotted key of an error's location without union tags, and the field names of the model there."""
     models: list[type[BaseModel]] = [RunConfig]
     keys: list[str] = []
+    named = False
+    """The part is a name of the user's, such as that of an evaluation set."""
     for part in location:
+        if named:
+            keys.append(str(part))
+            named = False
+            continue
         tagged = [model for model in models if _tag(model) == part]
         if tagged and len(models) > 1:
             models = tagged
@@ -202,6 +208,7 @@ def _section_at(location: list[Any]) -> tuple[str, list[str]]:
         keys.append(str(part))
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
         models = [model for field in fields for model in _models_in(field.annotation)]
+        named = any(typing.get_origin(field.annotation) is dict for field in fields)
     return ".".join(keys), sorted({name for model in models for name in model.model_fields})
 
 
@@ -214,7 +221,7 @@ def _tag(model: type[BaseModel]) -> Any:
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, dict):
         return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
     return []
 

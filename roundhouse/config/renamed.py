@@ -111,6 +111,12 @@ def from_nemo_rl(tree: Any) -> Any:
         raise ValueError(
             "env.should_use_nemo_gym is not true. Set it, or leave env out and name the environment in `environment`."
         )
+    environment = tree.get("environment") or {}
+    if (kind := environment.get("kind", "nemo_gym")) != "nemo_gym":
+        raise ValueError(
+            f"env.should_use_nemo_gym is true, and environment.kind is {kind}: a run has one environment. Leave one of the two "
+            "out, or mix them: environment: {kind: mixture, environments: {…}}, with NeMo Gym's as one of kind nemo_gym."
+        )
     gym = dict(env.get("nemo_gym") or {})
     if not (paths := gym.pop("config_paths", None)):
         raise ValueError("env.nemo_gym.config_paths is unset: name NeMo Gym's configuration files.")
@@ -118,7 +124,7 @@ def from_nemo_rl(tree: Any) -> Any:
         raise ValueError(f"env.nemo_gym.{nested[0]} is a section: put it into a file, and name that in config_paths.")
     settings = [f"++{key}={_text(value)}" for key, value in gym.items()]
     given = {"kind": "nemo_gym", "config_paths": paths} | ({"overrides": settings} if settings else {})
-    return tree | {"environment": given | (tree.get("environment") or {})}
+    return tree | {"environment": given | environment}
 
 
 def _policy_of_nemo_rl(tree: Any) -> Any:

@@ -35,6 +35,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(tmp_path: Path) ->
         load_config(write(tmp_path, "run_id: a\nrollout: {group_sise: 4}"))
 
 
+def test_an_unknown_key_below_a_name_of_the_users_is_told_the_known_ones(tmp_path: Path) -> None:
+    """They were an empty list."""
+    text = "run_id: a\nevaluation: {sets: {greedy: {temprature: 0}}}"
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.sets\.greedy\.temprature: unknown key. Did you mean 'temperature'"
+    ):
+        load_config(write(tmp_path, text))
+    text = "run_id: a\nenvironment: {kind: mixture, environments: {own: {kind: sort, digit: 4}}}"
+    with pytest.raises(ConfigError, match=r"environments\.own\.digit: unknown key. Did you mean 'digits'"):
+        load_config(write(tmp_path, text))
+
+
 def test_an_unknown_key_inside_a_tagged_section_names_that_section(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.digit: unknown key. Did you mean 'digits'"):
         load_config(write(tmp_path, "run_id: a\nenvironment: {kind: sort, digit: 4}"))

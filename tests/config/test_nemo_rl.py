@@ -93,6 +93,11 @@ def test_what_it_says_that_is_not_carried_out_is_refused(changes: dict[str, Any]
         ("env.nemo_gym", {}, r"env\.nemo_gym\.config_paths is unset"),
         ("env.nemo_gym.math", {"a": 1}, r"env\.nemo_gym\.math is a section"),
         ("env.math", {}, "env has other keys"),
+        (
+            "environment.kind",
+            "calculator",
+            r"should_use_nemo_gym is true, and environment\.kind is calculator.*mixture",
+        ),
     ],
 )
 def test_each_switch_that_is_off_is_refused_by_its_key(place: str, value: Any, said: str) -> None:
