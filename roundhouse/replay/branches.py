@@ -1,20 +1,15 @@
-"""Branch a turn: a stored rollout goes on from one of its turns with a live policy.
+"""Branch a turn: a stored rollout goes on from one of its turns with a live policy (`roundhouse.rollout.recording.Branch`).
 
-Invariants: the replies before that turn are the recorded ones, and everything that the environment says before it is what it
-said then, else the branch is refused with the reason; only the turns from there on are generated, and only they are trained on.
+Invariants: what is stored is a version of a dataset, of one policy version: `datasets/<name>/<run>-i000012-v000015-<digest>`.
 The branches of one turn are a group, so an algorithm that compares a group's rewards gives branch-relative advantages.
-
-    recorded         task  reply 0  tool  reply 1  tool  reply 2   reward
-    branch at 1      task  reply 0  TOOL  REPLY 1  TOOL  REPLY 2   VERIFY      CAPITALS: made now
-
-A version of the dataset is of one policy version: `datasets/<name>/<run>-i000012-v000015-<digest>`.
+Branches inside a training run: `rollout.branching` (`roundhouse.rollout.branching`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from roundhouse.activity import run_interruptible
@@ -22,11 +17,11 @@ from roundhouse.config.loading import config_digest, digest_of_tree
 from roundhouse.config.models import RolloutConfig, Sampling
 from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.protocol import Completion, PolicyClient, policy_of
-from roundhouse.replay.rollouts import NotRebuilt, Recording, failed_rollout, open_for_replay
-from roundhouse.rollout.agents import run_rollout
-from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.generation.protocol import PolicyClient
+from roundhouse.replay.rollouts import open_for_replay
+from roundhouse.rollout.plan import branch_spec
 from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.recording import run_branch
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
@@ -34,43 +29,8 @@ from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed
+from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
-
-
-class Branch(Recording):
-    """A stored rollout up to one of its turns, in the place of the policy; a live policy from there."""
-
-    def __init__(self, rollout: Rollout, environment: EnvironmentClient, turn: int, policy: PolicyClient) -> None:
-        """
-        Raises:
-            NotRebuilt: as of `Recording`; or the rollout has no such turn.
-        """
-        super().__init__(rollout, environment)
-        if not 0 <= turn < len(rollout.turns):
-            raise NotRebuilt(
-                "no_such_turn", f"{rollout.rollout_id} has the turns 0 to {len(rollout.turns) - 1}, not {turn}"
-            )
-        self._turn, self._policy = turn, policy
-
-    async def complete(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
-    ) -> Completion:
-        """The next recorded reply; from the branch on, the policy's."""
-        if self._next < self._turn:
-            return await super().complete(messages, tools, sampling, seed)
-        if self._next == self._turn:
-            self._compare(self._starts[self._turn], f"before reply {self._turn}")
-            self._next += 1
-        return await self._policy.complete(messages, tools, sampling, seed)
-
-    def refused(self, played: Rollout) -> NotRebuilt | None:
-        """Why there is no branch; None where the policy was asked, whatever came of it."""
-        if self._refused is not None or self._next > self._turn:
-            return self._refused
-        if played.status is Status.FAILED:
-            return NotRebuilt(played.failure_code, played.failure_detail)
-        return NotRebuilt("ended_early", f"after {self._next} replies with {played.finish_reason}")
 
 
 async def branch_one(
@@ -83,19 +43,8 @@ async def branch_one(
     sampling: Sampling,
 ) -> Rollout:
     """One branch of a stored rollout. Where it cannot be rebuilt, a failed rollout with the code `not_rebuilt`."""
-    group = f"{rollout.rollout_id}@{turn}"
-    spec = RolloutSpec(group, sample, rollout.task, derive_seed(rollout.seed, "branch", turn, sample))
-    try:
-        branch = Branch(rollout, environment, turn, policy_of(spec.rollout_id, policy))
-        played = await run_rollout(spec, branch, branch, config, sampling, on_policy=False)
-        refused = branch.refused(played)
-    except NotRebuilt as error:
-        refused = error
-        played = Rollout(group, sample, rollout.task, rollout.environment, Status.FAILED, seed=spec.seed)
-    if refused is not None:
-        return replace(failed_rollout(played, FailureKind.DATA, "not_rebuilt", str(refused)), turns=[])
-    turns = [replace(each, trained=each.turn >= turn) for each in played.turns]
-    return replace(played, turns=turns)
+    spec = branch_spec(rollout, turn, sample)
+    return await run_branch(spec, policy, environment, config, sampling, on_policy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +81,7 @@ def branch(
     Raises:
         StoreError: the iteration has no collection, or not these rollouts.
         ConfigError: the environment cannot be given recorded replies.
-        DataError: no rollout could be rebuilt; nothing is stored.
+        DataError: all branches failed, as those of rollouts that cannot be rebuilt do; nothing is stored.
     """
     chosen = stored_rollouts(run, iteration, rollout_ids)
     request = {"rollouts": list(rollout_ids), "turn": turn, "samples": samples}
@@ -156,11 +105,13 @@ def branch(
                 ]
 
         made = run_interruptible(work())
-        if all(each.failure_code == "not_rebuilt" for each in made):
-            raise DataError(f"No rollout could be rebuilt up to turn {turn}. The first: {made[0].failure_detail}")
+        if all(each.status is Status.FAILED for each in made):
+            raise DataError(
+                f"No branch from turn {turn} has an outcome. The first: {made[0].failure_code}: {made[0].failure_detail}"
+            )
         done = _commit(run, stage, checkpoint, made, request)
     made = read_rollouts(done)
-    return _outcome(done, chosen, made, turn)
+    return _outcome(done, chosen, made)
 
 
 def stored_rollouts(run: Run, iteration: int, rollout_ids: Sequence[str]) -> list[Rollout]:
@@ -206,15 +157,15 @@ def _commit(run: Run, stage: Stage, checkpoint: Reference, made: list[Rollout], 
     )
 
 
-def _outcome(version: Reference, chosen: Sequence[Rollout], made: Sequence[Rollout], turn: int) -> Branched:
+def _outcome(version: Reference, chosen: Sequence[Rollout], made: Sequence[Rollout]) -> Branched:
     rewards: dict[str, list[float]] = {each.rollout_id: [] for each in chosen}
     for each in made:
-        if each.reward is not None:
-            rewards[each.group_id.rpartition("@")[0]].append(each.reward)
+        if each.reward is not None and each.branched_from is not None:
+            rewards[each.branched_from].append(each.reward)
     return Branched(
         version=version,
         rewards=rewards,
         before={each.rollout_id: each.reward for each in chosen},
         reasons=dict(Counter(each.failure_code for each in made if each.status is Status.FAILED)),
-        generated_tokens=sum(len(one.generation_token_ids) for each in made for one in each.turns if one.turn >= turn),
+        generated_tokens=sum(each.generated_tokens for each in made),
     )

@@ -14,34 +14,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from roundhouse.config.environments import OWN_LOOP, MixtureEnvironment, Rubric, environments_in
-from roundhouse.config.models import EnvironmentConfig, RolloutConfig, Sampling
+from roundhouse.config.models import EnvironmentConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.generation.protocol import Completion, ContextOverflow
-from roundhouse.rollout.agents import RolloutAttempt, run_rollout
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.mixture import MixtureAgent
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient, classify
-from roundhouse.rollout.responses import Item, chat_messages
+from roundhouse.rollout.recording import NotRebuilt, Recording
 from roundhouse.rollout.rubric import JUDGE_METRICS, JudgedAgent, RubricJudge
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.schemas import rebuild_prompts
 
-UNLIMITED = 2**31 - 1
 CONCURRENCY = 16
 """Rollouts that are played at a time: one that waits for a server does not keep the others."""
-
-
-class NotRebuilt(DataError):
-    """The environment did not answer as it had, or the recording does not say enough. `reason` is short and stable."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,168 +162,3 @@ async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judg
         kind, code, detail = classify(error)
         return Judged(rollout, None, code, detail, kind)
     return Judged(rollout, after)
-
-
-def failed_rollout(rollout: Rollout, kind: FailureKind, code: str, detail: str) -> Rollout:
-    """The rollout with this failure in the place of its outcome."""
-    return replace(
-        rollout,
-        status=Status.FAILED,
-        reward=None,
-        reward_components={},
-        finish_reason="",
-        failure_kind=kind,
-        failure_code=code,
-        failure_detail=detail,
-    )
-
-
-class Recording:
-    """One stored rollout, in the place of the policy; and its environment with an agent that can be watched."""
-
-    def __init__(self, rollout: Rollout, environment: EnvironmentClient) -> None:
-        """
-        Raises:
-            NotRebuilt: the items do not say which reply is whose, or tools were called that nobody may call again.
-        """
-        self.name = environment.name
-        self._environment = environment
-        self._stored = rollout
-        self._starts, self._replies = _replies(rollout)
-        self._prompts = rebuild_prompts(rollout.turns)
-        self._next = 0
-        self._live: Rollout | None = None
-        self._refused: NotRebuilt | None = None
-        acted = any(item.get("type") == "function_call_output" for item in rollout.items)
-        if environment.restoration == "none" and acted:
-            raise NotRebuilt(
-                "not_replayable",
-                f"tools were called, and {self.name} does not say that its calls can be made again (restoration is none; of "
-                "a server, environment.restore)",
-            )
-
-    @property
-    def agent(self) -> Recording:
-        return self
-
-    async def play(self, attempt: RolloutAttempt, environment: Any) -> None:
-        """Play by the environment's own agent."""
-        self._live = attempt.rollout
-        await self._environment.agent.play(attempt, self._environment)
-
-    async def complete(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
-    ) -> Completion:
-        """The next recorded reply, where all that came before it is as recorded."""
-        number = self._next
-        if number == len(self._replies):
-            if self._overflowed:
-                raise ContextOverflow("as recorded")
-            raise self._refuse("continues", f"the rollout had ended after {number} replies, and now goes on")
-        self._compare(self._starts[number], f"before reply {number}")
-        self._next += 1
-        turn = self._stored.turns[number]
-        return Completion(
-            message=self._replies[number],
-            finish_reason=turn.finish_reason,
-            prompt_token_ids=self._prompts[number],
-            generation_token_ids=turn.generation_token_ids,
-            generation_log_probs=turn.generation_log_probs,
-            policy_version=turn.policy_version,
-            latency_seconds=turn.latency_seconds,
-            version_spans=turn.version_spans,
-        )
-
-    @property
-    def _overflowed(self) -> bool:
-        """The recording ended since the next prompt did not fit, rather than within a reply."""
-        return self._stored.finish_reason == "max_tokens" and not _is_reply(self._stored.items[-1])
-
-    def limits(self, seconds: float) -> RolloutConfig:
-        """The limits under which this recording ends where it ended, whatever the run's were. The row has its system prompt."""
-        turns, most = self._stored.turns, UNLIMITED
-        if turns and self._stored.finish_reason == "max_tokens" and not self._overflowed:
-            used = len(self._prompts[-1]) + len(turns[-1].generation_token_ids)
-            full = turns[-1].finish_reason == "length" or bool(self._replies[-1].get("tool_calls"))
-            most = used if full else used - 1
-        at_limit = self._stored.finish_reason == "max_turns"
-        return RolloutConfig.model_construct(
-            max_turns=len(turns) if at_limit else len(turns) + 1,
-            max_tokens=most,
-            timeout_seconds=seconds,
-            tool_timeout_seconds=seconds,
-            parallel_tool_calls=False,
-        )
-
-    def refused(self, played: Rollout) -> NotRebuilt | None:
-        """Why the outcome of `played` does not count; None when it does."""
-        if self._refused is not None:
-            return self._refused
-        if played.status is Status.FAILED:
-            return NotRebuilt(played.failure_code, played.failure_detail)
-        if self._next < len(self._replies):
-            return NotRebuilt(
-                "ended_early", f"after {self._next} of {len(self._replies)} replies with {played.finish_reason}"
-            )
-        try:
-            self._compare(len(self._stored.items), "at the end")
-        except NotRebuilt as error:
-            return error
-        return None
-
-    def _compare(self, end: int, where: str) -> None:
-        """Hold the conversation so far against the first `end` recorded items."""
-        assert self._live is not None, "an agent plays before it asks"
-        now, then = self._live.items, self._stored.items[:end]
-        if len(now) == end and all(_said(one) == _said(other) for one, other in zip(now, then, strict=True)):
-            return
-        place = next(
-            (i for i, pair in enumerate(zip(now, then, strict=False)) if _said(pair[0]) != _said(pair[1])),
-            min(len(now), end),
-        )
-        was = _said(then[place])[:300] if place < end else "nothing"
-        found = _said(now[place])[:300] if place < len(now) else "nothing"
-        raise self._refuse("other_answer", f"{where}, item {place} was {was!r} and is now {found!r}")
-
-    def _refuse(self, reason: str, detail: str) -> NotRebuilt:
-        self._refused = self._refused or NotRebuilt(reason, detail)
-        return self._refused
-
-
-def _replies(rollout: Rollout) -> tuple[list[int], list[dict[str, Any]]]:
-    """For each turn, the index of its reply's first item, and the reply as a chat message.
-
-    A reply's items follow one another; where two replies do (a world that answers nothing), a reasoning or message item
-    begins the next, since a reply has its thoughts first, then its text, then its calls.
-    """
-    starts: list[int] = []
-    given = rollout.task["responses_create_params"]["input"]
-    before = 1 if isinstance(given, str) else len(given)
-    rank = 3
-    for index, item in enumerate(rollout.items):
-        if index < before or not _is_reply(item):
-            rank = 3
-            continue
-        own = {"reasoning": 0, "message": 1}.get(item.get("type", "message"), 2)
-        if rank == 3 or own < rank or own == rank < 2:
-            starts.append(index)
-        rank = own
-    if len(starts) != len(rollout.turns):
-        raise NotRebuilt("unclear_turns", f"{len(rollout.turns)} turns, and items of {len(starts)} replies")
-    replies = []
-    for start in starts:
-        end = next((i for i in range(start, len(rollout.items)) if not _is_reply(rollout.items[i])), len(rollout.items))
-        later = [other for other in starts if start < other < end]
-        (message,) = chat_messages(rollout.items[start : min([end, *later])])
-        replies.append(message)
-    return starts, replies
-
-
-def _is_reply(item: Item) -> bool:
-    kind = item.get("type", "message")
-    return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
-
-
-def _said(item: Item) -> str:
-    """What an item says, without its id."""
-    return repr({key: value for key, value in item.items() if key not in ("id", "status")})

@@ -28,7 +28,8 @@ from roundhouse.config.loading import apply_override, digest_of_tree, flatten, p
 from roundhouse.config.models import EnvironmentConfig, RunConfig
 from roundhouse.environments import BUILT_IN, class_of
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.replay.rollouts import Judged, failed_rollout, judge, open_for_replay
+from roundhouse.replay.rollouts import Judged, judge, open_for_replay
+from roundhouse.rollout.recording import failed_rollout
 from roundhouse.stages.offline import find_datasets
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location

@@ -43,6 +43,7 @@ from roundhouse.retry import Backoff
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.recording import run_branch
 from roundhouse.rollout.replay import RecordedCall, RecordedCalls, Resumption, journal_events, journal_table
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed
 
@@ -87,6 +88,10 @@ async def collect(
     return await given.run(on_rollout)
 
 
+async def _run(spec: RolloutSpec, *arguments: Any, **options: Any) -> Rollout:
+    return await (run_rollout if spec.branch is None else run_branch)(spec, *arguments, **options)
+
+
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
     """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
     so that rollouts which failed together do not come back together."""
@@ -113,7 +118,7 @@ class RolloutCollection:
     ) -> RolloutCollection:
         """Arguments as of `collect`."""
         play = partial(
-            run_rollout,
+            _run,
             policy=policy,
             environment=environment,
             config=config,

@@ -58,10 +58,28 @@ class RolloutSpec:
     sample: int
     row: TaskRow
     seed: int
+    branch: BranchPoint | None = None
+    """None: from its task."""
 
     @property
     def rollout_id(self) -> str:
         return f"{self.group_id}/{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """Where a branch leaves the rollout that it continues."""
+
+    rollout: Rollout
+    """Whole, with its items and turns."""
+    turn: int
+    """The first that is made anew."""
+
+
+def branch_spec(rollout: Rollout, turn: int, sample: int) -> RolloutSpec:
+    """Branch `sample` of a rollout's turn. The branches of one turn are a group: `calc/7/0@2` of turn 2 of `calc/7/0`."""
+    seed = derive_seed(rollout.seed, "branch", turn, sample)
+    return RolloutSpec(f"{rollout.rollout_id}@{turn}", sample, rollout.task, seed, BranchPoint(rollout, turn))
 
 
 class ReorderError(RoundhouseError):

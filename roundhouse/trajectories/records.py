@@ -126,6 +126,8 @@ class Rollout:
     """Wall time of the last attempt."""
     generation_seconds: float = 0.0
     environment_seconds: float = 0.0
+    branched_from: str | None = None
+    """Id of the rollout whose turns it begins with; these are not trained on. None: it begins with its task."""
 
     @property
     def rollout_id(self) -> str:
@@ -133,8 +135,9 @@ class Rollout:
 
     @property
     def generated_tokens(self) -> int:
-        """Over all its turns."""
-        return sum(len(turn.generation_token_ids) for turn in self.turns)
+        """Over all its turns; of a branch, over those that were made for it."""
+        own = [turn for turn in self.turns if turn.trained] if self.branched_from is not None else self.turns
+        return sum(len(turn.generation_token_ids) for turn in own)
 
 
 @dataclass(eq=False)

@@ -58,6 +58,8 @@ ROLLOUTS = pa.schema(
         ("seconds", pa.float64()),
         ("generation_seconds", pa.float64()),
         ("environment_seconds", pa.float64()),
+        # of a branch, the rollout whose turns it begins with; generated_tokens are then those of the new turns
+        pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
     ]
 )
 """One row a rollout."""
@@ -100,6 +102,8 @@ SEQUENCES = pa.schema(
         ("truncated", pa.bool_()),
         ("reward_components", _NUMBERS),
         ("rollout_generated_tokens", pa.int32()),  # of the whole rollout, in all its turns and sequences
+        # of a branch: the rollout that its group is compared with, too
+        pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
     ]
 )
 """One row a training sequence; independent of the algorithm."""
@@ -170,6 +174,7 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
                 seconds=row["seconds"],
                 generation_seconds=row["generation_seconds"],
                 environment_seconds=row["environment_seconds"],
+                branched_from=row.get("branched_from"),
             )
         )
     return found
@@ -201,8 +206,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
             f"Rollout {rollout.rollout_id} is {rollout.status.value} and has reward {rollout.reward}: a rollout that failed "
             "has none. Whatever set it is in error; it is not written."
         )
-    generated = rollout.generated_tokens
-    added = sum(len(turn.prompt_token_ids) for turn in rollout.turns)
+    total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in rollout.turns)
     return {
         "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
@@ -225,12 +229,13 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
             (version for turn in rollout.turns for version in turn_versions(turn)), default=None
         ),
         "turns": len(rollout.turns),
-        "generated_tokens": generated,
-        "total_tokens": generated + added,
+        "generated_tokens": rollout.generated_tokens,
+        "total_tokens": total,
         "started_at": rollout.started_at,
         "seconds": rollout.seconds,
         "generation_seconds": rollout.generation_seconds,
         "environment_seconds": rollout.environment_seconds,
+        "branched_from": rollout.branched_from,
     }
 
 
@@ -304,7 +309,7 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
     offsets, tokens, mask, log_probs = array("i", [0]), array("i"), bytearray(), array("f")
     rows = []
     for rollout, chains in accepted:
-        generated = rollout.generated_tokens
+        generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
         for index, chain in enumerate(chains):
             spans = _append(chain, tokens, mask, log_probs)
             offsets.append(len(tokens))
@@ -319,6 +324,7 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
                     "truncated": rollout.status is Status.TRUNCATED,
                     "reward_components": list(rollout.reward_components.items()),
                     "rollout_generated_tokens": generated,
+                    "branched_from": rollout.branched_from,
                 }
             )
     flat = {

@@ -349,9 +349,8 @@ def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: CollectionL
     if not turns:
         raise Refusal("no_turns", "the rollout has no model call")
     if recorded is not None:
-        generated = sum(len(turn.generation_token_ids) for turn in turns)
-        total = generated + sum(len(turn.prompt_token_ids) for turn in turns)
-        found = Recorded(len(turns), generated, total)
+        total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in turns)
+        found = Recorded(len(turns), rollout.generated_tokens, total)
         if found != recorded:
             raise Refusal("turn_count", f"found {found}, written down {recorded}")
     if terms.max_turns is None:

@@ -18,7 +18,8 @@ from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN
 from roundhouse.generation.protocol import Completion
 from roundhouse.replay.branches import branch, branch_one
-from roundhouse.replay.rollouts import Recording, open_for_replay
+from roundhouse.replay.rollouts import open_for_replay
+from roundhouse.rollout.recording import Recording
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.run import open_run
 from roundhouse.trajectories.records import Rollout, Status
