@@ -41,6 +41,7 @@ OPTIONAL = pa.schema(
         ("truncated", pa.bool_()),
         ("reward_components", pa.map_(pa.string(), pa.float64())),
         ("rollout_generated_tokens", pa.int32()),
+        ("branched_from", pa.string()),
     ]
 )
 """Columns that training reads where they exist: datasets written without them, or with nulls in them, stay readable."""
@@ -71,6 +72,8 @@ class TrainingSequences:
     """[S] int64: tokens that the sequence's whole rollout generated, in all its turns and sequences."""
     reward_components: dict[str, np.ndarray]
     """[S] float64 by name: parts of the reward; NaN where the rollout has no such part."""
+    branched_from: list[str | None]
+    """[S]: of a branch, the id of the rollout that its group is compared with, too, where that is among these."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -107,6 +110,7 @@ class TrainingSequences:
             truncated=self.truncated[chosen],
             generated_tokens=self.generated_tokens[chosen],
             reward_components={name: values[chosen] for name, values in self.reward_components.items()},
+            branched_from=[self.branched_from[place] for place in places],
         )
 
     @classmethod
@@ -140,6 +144,7 @@ class TrainingSequences:
             truncated=truncated,
             generated_tokens=_generated_tokens(table, columns["rollout_id"].to_pylist(), mask == 1, lengths),
             reward_components=_reward_components(table),
+            branched_from=_branched_from(table),
         )
         sequences._check(mask)
         return sequences
@@ -206,6 +211,11 @@ def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, le
     given = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
     found = [totals[rollout] if value is None else value for rollout, value in zip(rollouts, given, strict=True)]
     return np.array(found, dtype=np.int64)
+
+
+def _branched_from(table: pa.Table) -> list[str | None]:
+    name = "branched_from"
+    return table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
 
 
 def _reward_components(table: pa.Table) -> dict[str, np.ndarray]:

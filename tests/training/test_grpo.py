@@ -63,6 +63,43 @@ def test_a_rollout_of_several_sequences_counts_once() -> None:
     assert signals.metrics["num_rollouts"] == 2
 
 
+BRANCHED = {"a": ("g", 1.0, None), "b": ("g", 0.0, None), "c": ("g", 0.0, None)} | {
+    f"a@2/{sample}": ("a@2", reward, "a") for sample, reward in enumerate([0.0, 0.0, 0.5])
+}
+
+
+@pytest.mark.parametrize(
+    ("switches", "of_tasks", "of_branches"),
+    [
+        # the mean of 1, 0, 0 is 1/3; that of the branches' 0, 0, 0.5 with a's 1 is 0.375
+        ({"normalize_by_std": False}, [2 / 3, -1 / 3, -1 / 3], [-0.375, -0.375, 0.125]),
+        # less the mean of the others: for the first branch that of 0, 0.5 and 1
+        ({"normalize_by_std": False, "leave_one_out": True}, [1.0, -0.5, -0.5], [-0.5, -0.5, 1 / 6]),
+        # over sqrt(1/3), and over sqrt((0.375² + 0.375² + 0.125² + 0.625²) / 3) = sqrt(0.6875 / 3)
+        ({}, [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], [each / (0.6875 / 3) ** 0.5 for each in (-0.375, -0.375, 0.125)]),
+    ],
+    ids=["mean", "leave_one_out", "normalized"],
+)
+def test_branches_are_compared_with_each_other_and_with_the_rollout_that_they_left(
+    switches: dict[str, object], of_tasks: list[float], of_branches: list[float]
+) -> None:
+    rows = [
+        record(name, group, reward) | {"branched_from": origin} for name, (group, reward, origin) in BRANCHED.items()
+    ]
+    signals = _signals(rows, **switches)
+    np.testing.assert_allclose(signals.sequence_columns["advantage"], of_tasks + of_branches, rtol=1e-5)
+    assert signals.metrics["num_rollouts"] == 6, "the rollout that they left counts once"
+
+
+def test_branches_that_all_end_alike_teach_by_the_rollout_that_they_left_and_nothing_without_it() -> None:
+    rows = [record(f"a@2/{i}", "a@2", 0.0) | {"branched_from": "a"} for i in range(2)]
+    assert not _signals(rows).columns.trained.any(), "it is not among the sequences"
+    rows += [record("a", "g", 1.0) | {"branched_from": None}, record("b", "g", 0.0) | {"branched_from": None}]
+    np.testing.assert_allclose(
+        _signals(rows, normalize_by_std=False).sequence_columns["advantage"], [-1 / 3, -1 / 3, 0.5, -0.5]
+    )
+
+
 def test_a_group_without_spread_has_no_weight_in_any_term_and_is_counted() -> None:
     rows = [
         *(record(f"zero{i}", "zero", 0.0) for i in range(2)),

@@ -40,9 +40,10 @@ STD_EPSILON = 1e-6
 class GroupRelative(PolicyGradientAlgorithm):
     """GRPO's advantage and its relatives': how much better a rollout was than the rollouts of the same task.
 
-    Invariant: within a group the rollouts' advantages sum to zero, and a group whose rewards are all equal has no weight at
-    all: it is not trained on (neither policy, KL nor entropy term) and counts in no denominator, so the step is the mean over
-    what was trained. With reward r, group mean m, sample standard deviation s and size n:
+    Invariant: within a group the rollouts' advantages sum to zero (of branches, with that of the rollout that they left), and a
+    group whose rewards are all equal has no weight at all: it is not trained on (neither policy, KL nor entropy term) and
+    counts in no denominator, so the step is the mean over what was trained. With reward r, group mean m, sample standard
+    deviation s and size n:
 
         A = r − m                                    DeepSeekMath, arXiv 2402.03300
         A = (r − m) · n / (n − 1)                    leave_one_out: r minus the mean of the others (RLOO, 2402.14740)

@@ -28,6 +28,14 @@ Invariants of shaping, the KL in the reward, and group statistics:
     group  rollout  sequence rewards    rollout reward    group mean
     g      a        1, 1, 1             1                 (1 + 0) / 2 = 0.5
     g      b        0                   0
+
+* The branches of a turn are a group, and the rollout that they leave is one more that they are compared with. It is trained on
+  in the group of its own task alone, where the turns that they share have their one gradient; given the state at the branch
+  its reward does not depend on what a branch samples, so that a baseline with it has no bias.
+
+    group   rollout   reward    group mean           of g: a 1, b 0
+    a@2     a@2/0     0         (0 + 0 + 1) / 3      its third is a's
+    a@2     a@2/1     0
 """
 
 from __future__ import annotations
@@ -60,9 +68,9 @@ class Groups:
     rollout_rewards: np.ndarray
     """[R] float64: mean reward of the rollout's sequences."""
     sizes: np.ndarray
-    """[G] int: rollouts of each group."""
+    """[G] int: rollouts of each group, with the one that branches left."""
     means: np.ndarray
-    """[G] float64: mean of the rollouts' rewards."""
+    """[G] float64: mean of these rollouts' rewards."""
     stds: np.ndarray
     """[G] float64: their sample standard deviation (divisor n - 1); 0 for a group of one."""
     has_spread: np.ndarray
@@ -77,13 +85,16 @@ class Groups:
         group_of_rollout[rollout_of_sequence] = group_of_sequence
         given = sequences.rewards if rewards is None else rewards
         rewards = _means(given, rollout_of_sequence, len(rollouts))
-        sizes = np.bincount(group_of_rollout, minlength=len(groups))
-        means = _means(rewards, group_of_rollout, len(groups))
-        squares = np.bincount(group_of_rollout, (rewards - means[group_of_rollout]) ** 2, minlength=len(groups))
+        left = _left_rollouts(sequences, rollouts, group_of_sequence)
+        owners = np.concatenate([group_of_rollout, np.array(list(left), dtype=np.int64)])
+        compared = np.concatenate([rewards, rewards[list(left.values())]])
+        sizes = np.bincount(owners, minlength=len(groups))
+        means = _means(compared, owners, len(groups))
+        squares = np.bincount(owners, (compared - means[owners]) ** 2, minlength=len(groups))
         highest = np.full(len(groups), -np.inf)
         lowest = np.full(len(groups), np.inf)
-        np.maximum.at(highest, group_of_rollout, rewards)
-        np.minimum.at(lowest, group_of_rollout, rewards)
+        np.maximum.at(highest, owners, compared)
+        np.minimum.at(lowest, owners, compared)
         largest = np.maximum(1.0, np.maximum(np.abs(highest), np.abs(lowest)))
         return cls(
             group_ids=groups,
@@ -127,6 +138,16 @@ class Groups:
 def _number(names: list[str]) -> tuple[list[str], np.ndarray]:
     index = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return list(index), np.array([index[name] for name in names], dtype=np.int64)
+
+
+def _left_rollouts(sequences: TrainingSequences, rollouts: list[str], group_of_sequence: np.ndarray) -> dict[int, int]:
+    """By group of branches, the rollout that they left, where it is among the sequences."""
+    numbers = {name: number for number, name in enumerate(rollouts)}
+    return {
+        int(group): numbers[origin]
+        for group, origin in zip(group_of_sequence, sequences.branched_from, strict=True)
+        if origin in numbers
+    }
 
 
 def _means(values: np.ndarray, owners: np.ndarray, count: int) -> np.ndarray:
