@@ -38,9 +38,10 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.policy.warm_start import make_starting_policy
+from roundhouse.rollout.branching import plan_branches
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.plan import plan_rollouts, sample_tasks
+from roundhouse.rollout.plan import RolloutSpec, Sampled, plan_rollouts, sample_tasks
 from roundhouse.rollout.rubric import OWN
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
@@ -88,7 +89,7 @@ def two_calls(row: TaskRow, items: Sequence[dict[str, Any]]) -> bool:
 
 async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> dict[str, Any]:
     """One run, its last weights in `kept`: reward by iteration, and of the held-out tasks before and after."""
-    cpu, curve = time.process_time(), []
+    cpu, curve, generated = time.process_time(), [], 0
     reference = _reference(config, start)
     trainer = Trainer.load(start, config.train, seed=config.seed, reference_dir=reference)
     policy = PolicyInProcess(config, start)
@@ -103,8 +104,9 @@ async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> 
             config.rollout.prompts_per_iteration,
         )
         rollouts = await roll_out(config, policy, rows, config.rollout.group_size, iteration)
+        branches = await branch(config, policy, rows, rollouts, iteration)
         validated = validate(
-            rollouts,
+            [*rollouts, *branches],
             config.validation,
             vocabulary_size=policy.codec.vocabulary,
             policy_version=policy.version,
@@ -114,6 +116,7 @@ async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> 
             trainer.save(Path(directory))
             await policy.take(Path(directory), iteration)
         curve.append(statistics.fmean(own_rewards(config, rollouts)))
+        generated += sum(rollout.generated_tokens for rollout in (*rollouts, *branches))
     trainer.save(kept)
     after, sampled_after = await _heldout(config, policy, True), await _heldout(config, policy, False)
     policy.engine.shutdown()
@@ -124,6 +127,7 @@ async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> 
         "sampled_before": score(config, sampled_before),
         "sampled_after": score(config, sampled_after),
         "turns_after": turns(sampled_after),
+        "generated_tokens": generated,
         "cpu_seconds": round(time.process_time() - cpu, 1),
     }
 
@@ -145,6 +149,22 @@ async def roll_out(
     greedy: bool = False,
 ) -> list[Rollout]:
     specs = plan_rollouts(rows, group_size, HELDOUT_SEED if greedy else config.seed, iteration)
+    return await _made(config, policy, specs, greedy)
+
+
+async def branch(
+    config: RunConfig, policy: PolicyInProcess, rows: Sequence[Any], rollouts: list[Rollout], iteration: int
+) -> list[Rollout]:
+    """The branches of an iteration's rollouts; none without `rollout.branching`."""
+    if config.rollout.branching is None:
+        return []
+    sampled = Sampled(list(rows), rollouts, rounds=1, dynamic=False, kept=[], surplus=[])
+    return await _made(config, policy, plan_branches(sampled, config.rollout.branching, config.seed, iteration))
+
+
+async def _made(
+    config: RunConfig, policy: PolicyInProcess, specs: Sequence[RolloutSpec], greedy: bool = False
+) -> list[Rollout]:
     sampling = config.generation.sampling
     if greedy:
         sampling = sampling.model_copy(update={"temperature": 0.0})

@@ -65,9 +65,11 @@ class Collected:
     """Collected elsewhere, they are here without words and token IDs (`trajectories.outlines`)."""
     window_seconds: float
     """Wall time in which rollouts ran: engine, environment and agent loop together."""
+    branches: Sequence[Rollout] = ()
+    """Made in that time, too. They begin amid a task, so that only the rate of tokens counts them."""
 
     def metrics(self) -> dict[str, float]:
-        generated = sum(rollout.generated_tokens for rollout in self.rollouts)
+        generated = sum(rollout.generated_tokens for rollout in (*self.rollouts, *self.branches))
         rates = {"rollout/tokens_per_second": generated / self.window_seconds} if self.window_seconds > 0 else {}
         return rollout_metrics(self.rollouts) | {"time/rollouts": self.window_seconds} | rates
 

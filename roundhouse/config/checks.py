@@ -28,12 +28,14 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from roundhouse.config.algorithms import PolicyGradient, ReinforcePlusPlusConfig, TokenLoss
+from roundhouse.config.algorithms import PolicyGradient, PPOConfig, ReinforcePlusPlusConfig, TokenLoss
 from roundhouse.config.environments import (
+    OWN_LOOP,
     AgentEnvironment,
     CommandEnvironment,
     MixtureEnvironment,
@@ -79,6 +81,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _by_environment(config)
     _passes(config)
     _groups(config, recorded=recorded)
+    _branching(config)
     _sampling(config)
     _own_engine(config)
     _one_engine(config)
@@ -241,6 +244,57 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
         raise ValueError(
             f"train.minibatches ({config.train.minibatches}) exceeds the rollouts of an iteration "
             f"({rollout.prompts_per_iteration * rollout.group_size}). Lower it."
+        )
+
+
+def _branching(config: RunConfig) -> None:
+    """Refuse branches that cannot be made or compared. What only an environment knows is asked before the start (preflight)."""
+    if config.rollout.branching is None:
+        return
+    for problem in _unbranchable(config):
+        raise ValueError(f"rollout.branching is set, but {problem}, or leave branching out.")
+
+
+def _unbranchable(config: RunConfig) -> Iterator[str]:
+    """Each problem with its remedy."""
+    rollout, algorithm = config.rollout, config.train.algorithm
+    assert rollout.branching is not None
+    for key, each in environments_in(config.environment).items():
+        if each.kind in OWN_LOOP:
+            yield (
+                f"{key}.kind is {each.kind}, whose own program plays a rollout and cannot be given the replies before a "
+                f"branch. Set {key}.kind to remote or custom, the environment behind it"
+            )
+    limits = {"rollout.max_turns": rollout.max_turns} | {
+        f"rollout.environments.{name}.max_turns": own.max_turns
+        for name, own in rollout.environments.items()
+        if own.max_turns is not None
+    }
+    for key, turns in limits.items():
+        if turns < 2:
+            yield f"{key} is {turns}, and a branch begins at a later turn than the first. Raise it"
+    if rollout.group_size < 2:
+        yield "rollout.group_size is 1, and it takes rollouts of groups whose rewards differ. Raise it"
+    if config.validation.min_group_size > rollout.branching.samples:
+        yield (
+            f"validation.min_group_size is {config.validation.min_group_size}, above rollout.branching.samples "
+            f"({rollout.branching.samples}), so that every group of branches would be omitted. Raise samples"
+        )
+    if config.asynchrony.staleness > 0:
+        yield (
+            f"asynchrony.staleness is {config.asynchrony.staleness}: what overlaps training is planned before it begins, and "
+            "which turns are branched follows from rewards. Set asynchrony.staleness to 0"
+        )
+    if not isinstance(rollout.distribution, InProcessCollection):
+        yield (
+            f"rollout.distribution.kind is {rollout.distribution.kind}: a shard's worker has tasks, and not the rollouts that "
+            "are branched. Set rollout.distribution.kind to in_process"
+        )
+    by_token = isinstance(algorithm, PPOConfig | ReinforcePlusPlusConfig)
+    if isinstance(algorithm, PolicyGradient) and not by_token and algorithm.kl_placement == "reward":
+        yield (
+            "train.algorithm.kl_placement is reward, where the KL of shared turns would count against the rollout that its "
+            "branches left and not against them. Set train.algorithm.kl_placement to loss"
         )
 
 

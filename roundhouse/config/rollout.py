@@ -148,6 +148,22 @@ class DynamicSampling(Section):
     nothing to train on, and `failures.on_too_few` applies."""
 
 
+class Branching(Section):
+    """After the rollouts of an iteration, let some of them go on anew from one of their turns, with the same policy version,
+    and compare the ends (`roundhouse.rollout.branching`). Of groups whose rewards differ; with `dynamic_sampling`, of those
+    that it keeps. The environment is rebuilt by calls that are made again, so its `restoration` must not be none. With
+    `asynchrony.staleness` 0, in one process."""
+
+    rollouts: PositiveInt = 1
+    """Rollouts of each such group that are branched, at one turn each: drawn, by the run's seed, from those of two turns or
+    more."""
+    samples: Annotated[int, Field(ge=2)] = 4
+    """Branches of each. They are a group of their own, whose rewards are compared with each other and with that of the rollout
+    which they left."""
+    turn: Literal["random", "uncertain"] = "random"
+    """random: drawn from the turns after the first. uncertain: that of them whose first tokens were least likely."""
+
+
 class EnvironmentRollouts(Section):
     """How the rollouts of one environment of a mixture are made, in training and evaluation; what is unset is the run's."""
 
@@ -217,6 +233,8 @@ class RolloutConfig(Section):
     session state, or on a remote server of which you know it. Outputs are in the order of the calls either way."""
     dynamic_sampling: DynamicSampling | None = None
     """Unset: one round, whatever its rewards; groups without spread are not trained on either way."""
+    branching: Branching | None = None
+    """Unset: each rollout begins with its task."""
     retry: Operational[RetryPolicy] = RetryPolicy()
     max_failed_fraction: Operational[Fraction] = 0.2
     """The collect stage fails when a larger share of its rollouts failed."""

@@ -141,7 +141,7 @@ class _Measured:
 
 
 def _measured(rollouts: Iterable[Rollout]) -> _Measured:
-    kept = [rollout for rollout in rollouts if rollout.reward is not None and rollout.turns]
+    kept = [each for each in rollouts if each.reward is not None and each.turns and each.branched_from is None]
     # Sequences of every turn, trained or not
     whole = [replace(each, turns=[replace(turn, trained=True) for turn in each.turns]) for each in kept]
     batch = TrainingSequences.from_table(sequences_table([(each, chains_of(each.turns)) for each in whole]))

@@ -22,8 +22,8 @@ kill or on another machine, is the same, however far the training loop and the g
     staleness 0                      iteration 7 draws by iterations … 5 6
     rollouts begin 2 versions early  iteration 7 draws by iterations … 3 4      (start_lag 2)
 
-What does not count: iterations whose training was skipped, failed and masked rollouts, and the iterations of a fork's parent.
-The collect stages that count are inputs of the stage that is drawn.
+What does not count: iterations whose training was skipped, failed and masked rollouts, branches of rollouts, and the iterations
+of a fork's parent. The collect stages that count are inputs of the stage that is drawn.
 """
 
 from __future__ import annotations
@@ -211,7 +211,9 @@ def recorded_draw(run: Run, version: int) -> RecordedDraw:
 def _rewards(reference: str) -> list[tuple[str, tuple[float, ...]]]:
     """Task and rewards of each group of a collect stage, in the order in which they were written."""
     columns = ["group_id", "status", "reward", "task"]
-    table = read_table(Reference.model_validate_json(reference), "rollouts").select(columns)
+    table = read_table(Reference.model_validate_json(reference), "rollouts")
+    if "branched_from" in table.column_names:  # a branch begins where the task is partly done
+        table = table.filter(table["branched_from"].is_null())
     tasks: dict[str, str] = {}
     rewards: dict[str, list[float]] = {}
     for group_id, status, reward, task in zip(*(table[name].to_pylist() for name in columns), strict=True):

@@ -169,12 +169,17 @@ def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
         since: the first iteration that counts: a process' own first one holds imports, too.
 
     Raises:
-        StoreError: nothing is recorded, or the run collected in rounds.
+        StoreError: nothing is recorded, or the run collected in rounds or with branches.
     """
     if run.config.rollout.dynamic_sampling is not None:
         raise StoreError(
             f"Run {run.run_id} has rollout.dynamic_sampling: it collected in rounds, which a simulated iteration does not "
             "have. Name a run without it, or give distributions with --config."
+        )
+    if run.config.rollout.branching is not None:
+        raise StoreError(
+            f"Run {run.run_id} has rollout.branching: its branches began when other rollouts had ended, which a simulated "
+            "iteration does not have. Name a run without it, or give distributions with --config."
         )
     iterations, config = recorded_iterations(run, since), run.config
     count = sum(len(iteration.rollouts) for iteration in iterations)

@@ -18,9 +18,11 @@ from roundhouse.collection.collector import (
     open_collector,
     refuse_many_failures,
 )
+from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import template_in
+from roundhouse.rollout.branching import Branched, plan_branches
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
 from roundhouse.rollout.curriculum import recorded_draw
 from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, sample_rounds
@@ -104,7 +106,8 @@ def collect_iteration(
     run: Run, iteration: int, weights: Reference, engine_url: str, progress: Progress | None = None
 ) -> Reference:
     """Collect the training rollouts of an iteration with the policy version that `weights` refitted the engine to."""
-    return _collect(run, run.stage(iteration, StageKind.COLLECT), weights, engine_url, progress)
+    stage = run.stage(iteration, StageKind.COLLECT)
+    return _collect(run, stage, weights, engine_url, progress, branching=run.config.rollout.branching)
 
 
 def collect_dataset(
@@ -115,8 +118,15 @@ def collect_dataset(
     return _collect(run, stage, checkpoint, engine_url, progress)
 
 
-def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progress: Progress | None) -> Reference:
-    """Collect one round, or round after round (`roundhouse.rollout.plan`), into one stage."""
+def _collect(
+    run: Run,
+    stage: Stage,
+    weights: Reference,
+    engine_url: str,
+    progress: Progress | None,
+    branching: Branching | None = None,
+) -> Reference:
+    """Collect one round, or round after round (`roundhouse.rollout.plan`), and then branches of these, into one stage."""
     if (done := stage.reference()) is not None:
         return done
     config = run.config
@@ -124,7 +134,7 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
     collection = open_collector(run, stage, weights.policy_version)
     planned, seconds = 0, 0.0
 
-    def roll_out(specs: list[RolloutSpec]) -> list[Rollout]:
+    def make(specs: list[RolloutSpec]) -> list[Rollout]:
         nonlocal planned, seconds
         before = planned
         planned += len(specs)
@@ -134,13 +144,21 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
                 progress(before + finished, planned)
 
         collected = collection.collect(specs, config.generation.sampling, engine_url, on_progress)
-        refuse_many_failures(collected.rollouts, config.rollout, engine_url)
         seconds += collected.window_seconds
         return collected.rollouts
 
+    def roll_out(specs: list[RolloutSpec]) -> list[Rollout]:
+        rollouts = make(specs)
+        refuse_many_failures(rollouts, config.rollout, engine_url)
+        return rollouts
+
     sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history)
-    ledger = Ledger.from_rollouts(sampled.rollouts, requested=planned)
-    collected = Collected(sampled.rollouts, seconds)
+    specs = [] if branching is None else plan_branches(sampled, branching, config.seed, stage.iteration)
+    branched = Branched(specs, make(specs) if specs else [])
+    rollouts = [*sampled.rollouts, *branched.rollouts]
+    refuse_many_failures(rollouts, config.rollout, engine_url)
+    ledger = Ledger.from_rollouts(rollouts, requested=planned)
+    collected = Collected(sampled.rollouts, seconds, branched.rollouts)
     return collection.commit(
         inputs={"weights": weights} | draw.inputs,
         counts=ledger.counts(),
@@ -148,8 +166,11 @@ def _collect(run: Run, stage: Stage, weights: Reference, engine_url: str, progre
         | metrics_by_environment(config, sampled.rollouts, "mixture/")
         | collection.metrics()
         | sampled.metrics()
+        | branched.metrics()
         | draw.metrics(sampled.tasks),
-        details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()} | sampled.details(),
+        details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()}
+        | sampled.details()
+        | branched.details(),
     )
 
 

@@ -19,6 +19,7 @@ from roundhouse.config.environments import (
     MixtureEnvironment,
     NemoGymEnvironment,
     RemoteEnvironment,
+    SingleEnvironment,
     WorkerEnvironment,
     environments_in,
 )
@@ -27,8 +28,8 @@ from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
-from roundhouse.environments import check_sandboxes, first_task, refuse_without_demonstrations
-from roundhouse.environments.base import TaskRow
+from roundhouse.environments import check_sandboxes, first_task, load_any, refuse_without_demonstrations
+from roundhouse.environments.base import GymnasiumEnvironment, TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
 from roundhouse.policy.bundled import BUNDLED, bundled_file
@@ -88,6 +89,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
         for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
             if criteria is not None:
                 refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
+    if config.rollout.branching is not None:
+        _refuse_unbranchable(config)
     task = first_task(config.environment)
     if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
         check_sandboxes(config.environment)
@@ -106,6 +109,37 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
         from roundhouse.stages.offline import find_datasets
 
         find_datasets(config.store, config.offline.datasets)
+
+
+def _refuse_unbranchable(config: RunConfig) -> None:
+    """Refuse `rollout.branching` with an environment that cannot be rebuilt at a turn, or that has one turn alone."""
+    found: dict[str, str] = {}
+    for key, each in environments_in(config.environment).items():
+        found[key] = open_environment(each).restoration
+        if found[key] == "none":
+            remedy = (
+                f"set {key}.restore to replay" if isinstance(each, RemoteEnvironment) else "declare it in its class"
+            )
+            raise ConfigError(
+                f"rollout.branching is set, but {key} ({each.kind}) has the restoration none: its calls cannot be made again, "
+                f"and no turn rebuilt. Where they can, {remedy}; else leave branching out."
+            )
+        if (task := first_task(each)) is not None and not _has_turns(each, task):
+            raise ConfigError(
+                f"rollout.branching is set, but {key} ({each.kind}) offers no tool: a rollout is one turn, and a branch begins "
+                "at a later one. Leave branching out, or raise rollout.group_size."
+            )
+    if len(set(found.values())) > 1:
+        raise ConfigError(
+            f"rollout.branching is set, but the environments of the mixture differ in restoration ({found}), so that none of "
+            "them is restored. Leave branching out, or mix environments of one restoration."
+        )
+
+
+def _has_turns(environment: SingleEnvironment, task: TaskRow) -> bool:
+    """Whether a rollout of this environment, which is in this process, can have a second turn."""
+    gymnasium = isinstance(load_any(environment), GymnasiumEnvironment)
+    return gymnasium or bool(tools_of(task)) or bool(getattr(environment, "mcp_servers", None))
 
 
 def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:

@@ -53,7 +53,7 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
     if not sampling:
         return {}
     kept, surplus = set(sampling["kept"]), set(sampling["surplus"])
-    groups = {rollout.group_id for rollout in rollouts} - kept
+    groups = {rollout.group_id for rollout in rollouts if rollout.branched_from is None} - kept
     return {group: SURPLUS if group in surplus else NO_SPREAD for group in groups}
 
 
@@ -65,6 +65,7 @@ def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> C
         policy_version=policy_version,
         max_age=config.asynchrony.staleness,
         group_size=config.rollout.group_size,
+        branches=None if config.rollout.branching is None else config.rollout.branching.samples,
         max_new_tokens=config.generation.sampling.max_new_tokens if ours else None,
         max_turns=config.rollout.max_turns if ours else None,
     )

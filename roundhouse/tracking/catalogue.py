@@ -124,6 +124,26 @@ CATALOGUE = (
         ),
     ),
     MetricGroup(
+        "Branches",
+        "Only with `rollout.branching`, in an iteration that branched a turn. Of its branches alone: what is above, `reward/*` "
+        "among it, is of rollouts that begin with their task, but for `rollout/tokens_per_second`.",
+        (
+            Entry("branching/groups", "(count)", "turns that were branched"),
+            Entry(
+                "branching/groups_with_spread", "(count)", "of them, where the ends differ: only these teach", "most"
+            ),
+            Entry("branching/rollouts", "(count)", "branches"),
+            Entry("branching/failed", "(count)", "branches that failed, for whatever reason", "0"),
+            Entry(
+                "branching/not_rebuilt", "(count)", "of them, where the environment answered otherwise than before", "0"
+            ),
+            Entry("branching/generated_tokens", "(sum)", "tokens generated for branches: of their new turns"),
+            Entry("branching/turn_mean", "branched turns", "number of the turn, the first of a rollout is 0"),
+            Entry("branching/reward", "rewarded branches", "their reward"),
+            Entry("branching/reward_before", "rollouts that were branched", "the reward that they had ended with"),
+        ),
+    ),
+    MetricGroup(
         "Curriculum",
         "Only with `rollout.curriculum`, by what was recorded when the tasks were drawn. With a window "
         "(`asynchrony.window`), of the tasks that the iteration drew itself.",

@@ -45,7 +45,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -121,7 +121,9 @@ def validate(
     batch.leave_out(left_out or {})
     if not terms.written:
         batch.omit_small_groups(
-            max(config.min_group_size, math.ceil(config.min_group_fraction * (terms.group_size or 0)))
+            lambda rollout: max(
+                config.min_group_size, math.ceil(config.min_group_fraction * (terms.samples_of(rollout) or 0))
+            )
         )
     return batch.validated()
 
@@ -201,18 +203,18 @@ class _Batch:
             }
         )
 
-    def omit_small_groups(self, min_group_size: int) -> None:
-        """Refuse the rest of a group that lost too many members."""
+    def omit_small_groups(self, smallest: Callable[[Rollout], int]) -> None:
+        """Refuse the rest of a group that lost too many members; `smallest` has the size that a rollout's group needs."""
         sizes = Counter(rollout.group_id for rollout, _ in self.accepted.values())
         self.refuse(
             {
                 name: Refusal(
                     "small_group",
-                    f"{sizes[rollout.group_id]} valid rollouts in the group, {min_group_size} needed",
+                    f"{sizes[rollout.group_id]} valid rollouts in the group, {smallest(rollout)} needed",
                     outcome=Status.OMITTED,
                 )
                 for name, (rollout, _) in self.accepted.items()
-                if sizes[rollout.group_id] < min_group_size
+                if sizes[rollout.group_id] < smallest(rollout)
             }
         )
 
@@ -289,6 +291,8 @@ class CollectionLimits:
     """Answers of so many versions before it are allowed too."""
     group_size: int | None = None
     """Samples of a group are numbered from 0 to below this. None: not known."""
+    branches: int | None = None
+    """The same of the branches of a turn."""
     max_new_tokens: int | None = None
     """Tokens of one model call at most. None: not known, as with agents that set their own limits; `max_turns` alike."""
     max_turns: int | None = None
@@ -296,6 +300,10 @@ class CollectionLimits:
     """The conversations were written, not sampled: no log-probability is on record, and each is a group of its own."""
     environments: Mapping[str, CollectionLimits] = field(default_factory=dict)
     """Those that hold instead for the rollouts of some environments of a mixture."""
+
+    def samples_of(self, rollout: Rollout) -> int | None:
+        """Of the group of this rollout."""
+        return self.group_size if rollout.branched_from is None else self.branches
 
 
 class TextProof(Protocol):
@@ -335,8 +343,9 @@ def prove_outcome(rollout: Rollout, terms: CollectionLimits) -> None:
     whole = rollout.status is Status.COMPLETED
     if rollout.finish_reason in CUT_SHORT if whole else rollout.finish_reason == "stop":
         raise Refusal("finish_reason", f"status {rollout.status.value} with finish reason {rollout.finish_reason}")
-    if rollout.sample < 0 or (terms.group_size is not None and rollout.sample >= terms.group_size):
-        raise Refusal("sample", f"sample {rollout.sample} of a group of {terms.group_size}")
+    samples = terms.samples_of(rollout)
+    if rollout.sample < 0 or (samples is not None and rollout.sample >= samples):
+        raise Refusal("sample", f"sample {rollout.sample} of a group of {samples}")
     spent = (rollout.seconds, rollout.generation_seconds, rollout.environment_seconds, rollout.started_at)
     times = (*spent, *(turn.latency_seconds for turn in rollout.turns))
     if not math.isfinite(sum(times)) or min(times) < 0:
