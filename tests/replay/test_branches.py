@@ -95,10 +95,11 @@ def test_a_world_that_answers_otherwise_refuses_the_branch() -> None:
     config = CONFIG.validate_python({"kind": "custom", "target": "tests.replay.judges:Lookup"})
     rollout = next(each for each in demonstrated(config, tasks=2, size=1) if len(each.turns) > 1)
     other = CONFIG.validate_python({"kind": "custom", "target": "tests.replay.judges:OtherAnswers"})
-    made, asked = branched(other, rollout, len(rollout.turns) - 1)
-    assert (made.status, made.failure_code, made.reward) == (Status.FAILED, "not_rebuilt", None)
-    assert made.failure_detail.startswith("other_answer")
-    assert asked == [], "the policy is asked for nothing"
+    for turn in range(1, len(rollout.turns)):
+        made, asked = branched(other, rollout, turn)
+        assert (made.status, made.failure_code, made.reward) == (Status.FAILED, "not_rebuilt", None)
+        assert made.failure_detail.startswith("other_answer")
+        assert asked == [], "the policy is asked for nothing"
 
 
 def test_a_turn_that_is_not_there_is_refused() -> None:

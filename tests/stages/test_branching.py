@@ -18,7 +18,7 @@ import pytest
 from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.config.rollout import Branching
-from roundhouse.environments.base import tool
+from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.search import Game, GuessNumber
 from roundhouse.errors import ConfigError, TooFewRollouts
 from roundhouse.rollout.branching import FIRST_TOKENS, branch_points
@@ -58,8 +58,11 @@ def engine() -> Iterator[GuessingEngine]:
         server.go_on.set()
 
 
-def tree(store: str, *, environment: dict[str, Any] | None = None, **rollout: Any) -> dict[str, Any]:
-    found = settings(store, **(environment or {}))
+def tree(store: str, world: str = "", **rollout: Any) -> dict[str, Any]:
+    """The configuration of a run; `world`: a class of this module in the place of the guessing game."""
+    found = settings(store)
+    if world:
+        found["environment"] = {"kind": "custom", "target": f"{__name__}:{world}", "parameters": {"guesses": 9}}
     found["rollout"] |= {"prompts_per_iteration": TASKS, "branching": {"samples": SAMPLES}} | rollout
     found["generation"] = {"sampling": {"max_new_tokens": 500}, "max_model_len": 100_000}
     return found
@@ -124,7 +127,7 @@ def test_only_new_turns_are_asked_of_the_engine_and_each_group_begins_as_the_rol
 def test_the_shared_turns_are_trained_on_once_and_the_advantages_are_those_of_the_siblings(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:
-    run, weights = begun(str(tmp_path))
+    run, weights = begun(str(tmp_path), world="LastGuess")
     reference = collect_iteration(run, 1, weights, engine.url)
     validated = validate_iteration(run, 1, reference, vocabulary_size=256)
     rollouts = {each.rollout_id: each for each in read_rollouts(reference)}
@@ -145,12 +148,15 @@ def test_the_shared_turns_are_trained_on_once_and_the_advantages_are_those_of_th
     sequences = TrainingSequences.from_table(table)
     shown = GroupRelative(GRPOConfig(normalize_by_std=False)).compute(sequences).sequence_columns["advantage"]
     found = dict(zip(sequences.rollout_ids, shown.tolist(), strict=True))
+    differing = 0
     for branch in branches(list(rollouts.values())):
         siblings = [each.reward for each in rollouts.values() if each.group_id == branch.group_id]
         assert len(siblings) == SAMPLES
         compared = [*siblings, rollouts[branch.branched_from or ""].reward]
         alike = len(set(compared)) == 1
+        differing += not alike
         assert found[branch.rollout_id] == pytest.approx(0.0 if alike else branch.reward - np.mean(compared))
+    assert differing > SAMPLES, "the ends of several groups differ"
     for rollout in of_tasks(list(rollouts.values())):
         others = [each.reward for each in rollouts.values() if each.group_id == rollout.group_id]
         alike = len(set(others)) == 1
@@ -222,6 +228,14 @@ def test_a_dataset_of_its_own_has_no_branches_and_a_curriculum_counts_none(
     assert [len(rewards) for groups in history.values() for rewards in groups] == [GROUP] * TASKS
 
 
+class LastGuess(GuessNumber):
+    """Rewards the last guess by its size: no end of a branch is settled before."""
+
+    async def verify(self, session: Game, row: TaskRow, response: dict[str, Any]) -> Verdict:
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        return Verdict(json.loads(calls[-1]["arguments"])["number"] / 7)
+
+
 class Drifting(GuessNumber):
     """Numbers its answers through all sessions, though it says that its calls can be made again."""
 
@@ -235,18 +249,10 @@ class Drifting(GuessNumber):
 def test_branches_of_a_world_that_answers_otherwise_fail_as_such_and_teach_nothing(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:
-    world = {"kind": "custom", "target": f"{__name__}:Drifting", "parameters": {"guesses": 9}}
-
-    def start(store: Path, **rollout: Any) -> tuple[Run, Reference]:
-        config = tree(str(store), **rollout)
-        config["environment"] = world
-        run = open_run(parse_config(config))
-        return run, run.begin(run.stage(1, "refit"), policy_version=0).commit()
-
-    run, weights = start(tmp_path / "strict")
+    run, weights = begun(f"{tmp_path}/strict", world="Drifting")
     with pytest.raises(TooFewRollouts, match="not_rebuilt: other_answer: before reply"):
         collect_iteration(run, 1, weights, engine.url)
-    run, weights = start(tmp_path / "lenient", max_failed_fraction=1.0)
+    run, weights = begun(f"{tmp_path}/lenient", world="Drifting", max_failed_fraction=1.0)
     engine.answered.clear()
     reference = collect_iteration(run, 1, weights, engine.url)
     assert len(engine.answered) == FIRST, "the engine is asked for no branch"
