@@ -102,6 +102,33 @@ def test_a_world_that_answers_otherwise_refuses_the_branch() -> None:
         assert asked == [], "the policy is asked for nothing"
 
 
+class Watched:
+    """An agent that notes where calls go that are no part of the rollout, such as a judge's."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+
+    async def play(self, attempt: Any, environment: Any) -> None:
+        self.engine = attempt.engine
+        await self.agent.play(attempt, environment)
+
+
+def test_a_judge_of_a_branch_asks_the_live_policy_and_not_the_recording() -> None:
+    config = CONFIG.validate_python({"kind": "calculator"})
+    rollout = demonstrated(config, tasks=1, size=1)[0]
+
+    async def work() -> None:
+        async with open_for_replay(config) as environment:
+            watched: Any = environment
+            watched.agent = Watched(environment.agent)
+            policy, limits = SaysTheSame(rollout, environment), rollout_config(max_turns=len(rollout.turns))
+            made = await branch_one(rollout, len(rollout.turns) - 1, 0, environment, policy, limits, Sampling())
+            assert made.reward == rollout.reward
+            assert watched.agent.engine is policy
+
+    asyncio.run(work())
+
+
 def test_a_turn_that_is_not_there_is_refused() -> None:
     config = CONFIG.validate_python({"kind": "calculator"})
     rollout = demonstrated(config, tasks=1, size=1)[0]

@@ -30,6 +30,7 @@ from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.verification import verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.algorithms.built_in import GroupRelative
 from roundhouse.training.batch import TrainingSequences
@@ -41,6 +42,7 @@ from tests.stages.test_interrupted_collect import (
     GROUP,
     GuessingEngine,
     dataset,
+    interrupt,
     recorded_seeds,
     settings,
 )
@@ -202,6 +204,36 @@ def test_a_kill_amid_the_branches_costs_no_finished_turn_and_leaves_no_trace_in_
         for each, reference in zip(runs, (alone, resumed), strict=True)
     ]
     assert tables[0].equals(tables[1])
+    assert verify(f"{tmp_path}/killed").problems == []
+
+
+class Saved(GuessNumber):
+    """A game that can be written down, and is not played again to be restored."""
+
+    restoration = "snapshot"
+
+    async def snapshot_session(self, session: Game) -> Any:
+        return [session.hidden, session.guesses, session.found]
+
+    async def restore_session(self, row: TaskRow, snapshot: Any) -> Game:
+        return Game(*snapshot)
+
+
+@pytest.mark.parametrize("world", ["", "Saved"])
+def test_branches_that_a_dead_engine_failed_resume_after_their_finished_turns(
+    tmp_path: Path, engine: GuessingEngine, world: str
+) -> None:
+    run, weights = begun(f"{tmp_path}/alone", world=world)
+    alone = collect_iteration(run, 1, weights, engine.url)
+    everything = set(engine.answered)
+    engine.answered.clear()
+    run, weights = begun(f"{tmp_path}/interrupted", world=world)
+    interrupt(run, weights, engine, FIRST + 7)
+    resumed = collect_iteration(run, 1, weights, engine.url)
+    assert len(engine.answered) == len(set(engine.answered))
+    assert set(engine.answered) == everything
+    assert dataset(resumed) == dataset(alone)
+    assert read_manifest(resumed).details["resumptions"]["rollouts_restarted"] == {}
 
 
 def test_of_dynamic_sampling_the_groups_that_are_kept_are_branched_and_their_branches_too(
