@@ -6,7 +6,7 @@ case $role in
     gym)
         "$python" -m roundhouse.compat.nemo_gym.servers.resources --help >/dev/null
         "$python" -m roundhouse.compat.nemo_gym.model_server --help >/dev/null
-        "$python" -c 'import roundhouse.compat.nemo_gym.servers.endpoints'
+        "$python" -c 'import roundhouse.compat.nemo_gym.servers.head, roundhouse.compat.nemo_gym.servers.own_server'
         "$python" -c 'import importlib, pkgutil, roundhouse.environments as kinds
 for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
     importlib.import_module(module.name)'

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -25,6 +26,7 @@ from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
+from roundhouse.config.gym_servers import HEAD_VARIABLE
 from roundhouse.config.models import Sampling
 from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
 from roundhouse.errors import InfraError, StoreError
@@ -117,9 +119,10 @@ class ShardedAttempt:
             place=place.uri,
         )
         after = _digest(place)
+        gym = {name: os.environ[name] for name in (HEAD_VARIABLE,) if name in os.environ}
         # Which attempt asks for it makes no difference, nor which version of the code, nor which weights the engine holds by
         # then: what one has begun, another continues, as with a report that one has left.
-        tree = spec.model_dump(mode="json", exclude=_FLEETING) | {"after": after}
+        tree = spec.model_dump(mode="json", exclude=_FLEETING) | {"after": after, **gym}
         return Program(
             what=f"Shard {shard.label}",
             module=WORKER,
@@ -136,6 +139,7 @@ class ShardedAttempt:
             digest=hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32],
             after=after,
             is_progress=lambda line: finished_in(line) is not None,
+            environment=gym,
         )
 
     def open_launcher(self, programs: Sequence[Program]) -> Launcher:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -146,11 +146,8 @@ def _environments(config: RunConfig) -> None:
             f"{gyms[0]} and {gyms[1]} are both of kind nemo_gym: a run starts one set of servers. Name the files of both in "
             "config_paths of one, whose rows name their agents."
         )
-    if gyms and isinstance(config.rollout.distribution, JobShards):
-        raise ValueError(
-            f"{gyms[0]}.kind is nemo_gym, whose servers are on the flow's machine, but rollout.distribution.kind is job. Set "
-            "it to process, or start the servers yourself and set kind to agent."
-        )
+    if gyms and isinstance(config.infra, KubernetesInfra):
+        _reached_by_pods(config, f"{gyms[0]}.kind is nemo_gym and infra.kind kubernetes", {})
     if isinstance(environment, MixtureEnvironment) and (
         both := sorted(environment.environments.keys() & config.evaluation.sets.keys())
     ):
@@ -695,22 +692,34 @@ def _collectors(config: RunConfig) -> None:
             "rollout.distribution.kind is job, but infra.collector, which says what a shard's pod is, is unset. Add it "
             "(infra.collector: {image: …, cpu: …, memory: …}), or set rollout.distribution.kind to process."
         )
-    urls = {"generation.engine_url": config.generation.engine_url}
-    if infra.engine is not None:
-        urls["infra.engine.url"] = infra.engine.url
+    servers = {
+        f"{place}.url": environment.url
+        for place, environment in environments_in(config.environment).items()
+        if isinstance(environment, RemoteEnvironment | AgentEnvironment)
+    }
+    _reached_by_pods(config, "rollout.distribution.kind is job", servers)
+
+
+def _reached_by_pods(config: RunConfig, setting: str, servers: Mapping[str, str | None]) -> None:
+    """Refuse an engine, or one of `servers` (URL by key), where the pods that `setting` asks for do not reach it.
+
+    Raises:
+        ValueError: names the key, its value and the remedy.
+    """
+    assert isinstance(config.infra, KubernetesInfra)
+    urls = {"generation.engine_url": config.generation.engine_url, **servers}
+    if config.infra.engine is not None:
+        urls["infra.engine.url"] = config.infra.engine.url
     elif config.generation.engine_url is None:
         raise ValueError(
-            "rollout.distribution.kind is job, but generation.engine_url and infra.engine are unset: the engine would run "
-            "beside the flow, where pods do not reach it. Set one of them."
+            f"{setting}, but generation.engine_url and infra.engine are unset: the engine would run beside the flow, where "
+            "pods do not reach it. Set one of them."
         )
-    for place, environment in environments_in(config.environment).items():
-        if isinstance(environment, RemoteEnvironment | AgentEnvironment):
-            urls[f"{place}.url"] = environment.url
     for key, url in urls.items():
         if url is not None and _is_loopback(url):
             raise ValueError(
-                f"{key} is {url}, which is the pod itself in each pod of rollout.distribution.kind job. Name an address that "
-                "pods reach, such as a Service's, or set rollout.distribution.kind to process."
+                f"{setting}, but {key} is {url}, which in each of its pods is the pod itself. Name an address that pods reach, "
+                "such as a Service's."
             )
 
 

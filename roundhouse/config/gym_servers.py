@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, SecretStr, field_valida
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import PositiveFloat, PositiveInt, Section
 
+HEAD_VARIABLE = "ROUNDHOUSE_GYM_HEAD"
+"""Environment variable with the URL of the head server of the run's own servers."""
 INSTANCE_FIELDS = frozenset(
     {
         "entrypoint",

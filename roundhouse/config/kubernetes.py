@@ -95,6 +95,35 @@ class CollectorPods(Section):
     """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
 
 
+class GymPods(Section):
+    """The pods of a run's own NeMo Gym (`environment.kind: nemo_gym`): one for the head server and one for each server."""
+
+    image: Annotated[str, Field(min_length=1)] = "roundhouse/gym:0.1.0"
+    """With every environment and foreign server of the configuration in it, at the same paths as in the flow's; name a digest
+    in production."""
+    cpu: Quantity = "500m"
+    """CPU of each pod, as a request."""
+    memory: Quantity = "1Gi"
+    """Memory of each pod, as request and limit."""
+    scratch: Quantity = "1Gi"
+    """Disk for temporary files."""
+    pending_seconds: PositiveInt = 1800
+    """How long a pod may wait for a node; `environment.start_timeout_seconds` is the limit of the whole start."""
+    image_seconds: PositiveInt = 300
+    """How long a container may fail to start (image pull, missing secret) before its server is given up."""
+    priority_class: ObjectName | None = None
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+    service_account: ObjectName = "roundhouse-gym"
+    """Of these pods. Its token is not mounted."""
+    secret: ObjectName | None = None
+    """Secret whose keys become environment variables: keys of a judge's endpoint, …. The configuration names one as
+    `${oc.env:NAME}`."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
+
+
 class RayServiceEngine(Section):
     """A RayService of KubeRay that answers for the policy. Its resources (GPUs, autoscaling bounds) are in its manifest."""
 
@@ -118,6 +147,7 @@ class KubernetesInfra(Section):
     trainer: TrainerPods = TrainerPods()
     collector: CollectorPods | None = None
     """The pods of a collection that is spread over Jobs. Unset: there are none."""
+    gym: GymPods = GymPods()
     engine: RayServiceEngine | None = None
     """The engine, where KubeRay runs it. Unset: generation.engine_url names one, or Ray Serve runs next to the flow."""
     service_account: ObjectName = "roundhouse-trainer"

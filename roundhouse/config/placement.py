@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from roundhouse.config.environments import NemoGymEnvironment, environments_in
 from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
@@ -121,7 +122,7 @@ def placement(config: RunConfig) -> list[RolePlacement]:
     near = _BESIDE_ENGINE[config.placement.colocation]
     turns = "holds memory only in its turn" if trainer_makes_room(config) else ""
     trainer = replace(trainer, shares="; ".join(filter(None, (near, turns))))
-    return [engine, _collector(config), RolePlacement("validator", FLOW), trainer]
+    return [engine, *_gym(config), _collector(config), RolePlacement("validator", FLOW), trainer]
 
 
 def _engine(config: RunConfig) -> RolePlacement:
@@ -139,6 +140,15 @@ def _engine(config: RunConfig) -> RolePlacement:
             "engine", f"{count} in RayService {infra.engine.ray_service}, namespace {infra.namespace}", gpus
         )
     return RolePlacement("engine", f"{count}, Ray Serve actors on the flow's Ray cluster", gpus)
+
+
+def _gym(config: RunConfig) -> list[RolePlacement]:
+    """The servers of a NeMo Gym of the run's own, if it has one."""
+    if not any(isinstance(each, NemoGymEnvironment) for each in environments_in(config.environment).values()):
+        return []
+    if isinstance(config.infra, KubernetesInfra):
+        return [RolePlacement("gym", f"a pod for each server in namespace {config.infra.namespace}")]
+    return [RolePlacement("gym", "a process for each server on the flow's machine")]
 
 
 def _collector(config: RunConfig) -> RolePlacement:

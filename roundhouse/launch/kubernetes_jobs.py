@@ -120,7 +120,13 @@ class KubernetesLauncher(Launcher):
         assert isinstance(distribution, Shards), "a collection in this process has no shards"
         spec = f"{program.place.uri}/{SPEC}"
         return ShardJob(
-            self._identity(program), self._infra, distribution, spec=spec, stage=program.stage_uri, store=self._store
+            self._identity(program),
+            self._infra,
+            distribution,
+            spec=spec,
+            stage=program.stage_uri,
+            store=self._store,
+            variables=program.environment,
         )
 
     def _identity(self, program: Program) -> StageIdentity:

@@ -24,6 +24,7 @@ from roundhouse.config.environments import (
     environments_in,
 )
 from roundhouse.config.generation import Endpoint
+from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
@@ -91,6 +92,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
                 refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
     if config.rollout.branching is not None:
         _refuse_unbranchable(config)
+    if isinstance(config.infra, KubernetesInfra):
+        _refuse_unfit_pods(config, config.infra)
     task = first_task(config.environment)
     if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
         check_sandboxes(config.environment)
@@ -140,6 +143,15 @@ def _has_turns(environment: SingleEnvironment, task: TaskRow) -> bool:
     """Whether a rollout of this environment, which is in this process, can have a second turn."""
     gymnasium = isinstance(load_any(environment), GymnasiumEnvironment)
     return gymnasium or bool(tools_of(task)) or bool(getattr(environment, "mcp_servers", None))
+
+
+def _refuse_unfit_pods(config: RunConfig, infra: KubernetesInfra) -> None:
+    """Refuse servers of a NeMo Gym of the run's own that cannot work in pods."""
+    for environment in environments_in(config.environment).values():
+        if isinstance(environment, NemoGymEnvironment):
+            from roundhouse.compat.nemo_gym.owned import resolved_for_pods  # needed by this kind alone
+
+            resolved_for_pods(environment, infra, "http://engine")
 
 
 def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:

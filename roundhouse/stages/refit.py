@@ -279,7 +279,7 @@ def own_gym(run: Run) -> Iterator[None]:
     patience = found[0].start_timeout_seconds
     with ExitStack() as stack:
         with ACTIVITY.track("gym", "servers", run.run_id, str(logs), patience):
-            url = stack.enter_context(owned_servers(found[0], engine_service(run).url, logs))
+            url = stack.enter_context(owned_servers(run, found[0], engine_service(run).url, logs))
         announce("gym", text=f"ready at {url}")
         yield
 

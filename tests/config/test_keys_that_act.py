@@ -44,6 +44,7 @@ from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.validation import CollectionLimits
 from tasks import health
 from tests.gym.playground import spec_of
+from tests.k8s.test_pod_settings import gym_job
 from tests.trajectories.rollouts import rollout
 from tests.trajectories.test_validation import break_vocabulary
 
@@ -346,8 +347,18 @@ def test_what_happens_when_the_budget_is_used_up(tmp_path: Path, monkeypatch: py
         ("trainer", {"trainer": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
         ("collector", {"collector": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
         ("collector", {"collector": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
+        ("gym", {"gym": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
+        ("gym", {"gym": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
     ],
-    ids=["queue_seconds", "image_seconds", "pending_seconds", "shard_image_seconds", "shard_pending_seconds"],
+    ids=[
+        "queue_seconds",
+        "image_seconds",
+        "pending_seconds",
+        "shard_image_seconds",
+        "shard_pending_seconds",
+        "gym_image_seconds",
+        "gym_pending_seconds",
+    ],
 )
 def test_how_long_a_job_may_wait(section: str, given: Tree, waiting: Waiting) -> None:
     def left(**infra: Any) -> float:
@@ -355,6 +366,8 @@ def test_how_long_a_job_may_wait(section: str, given: Tree, waiting: Waiting) ->
         settings = KubernetesInfra.model_validate({"collector": {}} | infra)
         if section == "trainer":
             plan: Any = TrainJob(identity, settings, ProcessService(), reports="s3://b/r", store="s3://b")
+        elif section == "gym":
+            plan = gym_job(**infra)
         else:
             plan = ShardJob(identity, settings, JobShards(), spec="s3://b/s", stage="s3://b/t", store="s3://b")
         return JobDeadlines(plan).left(waiting, False, time.monotonic())

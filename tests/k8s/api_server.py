@@ -28,6 +28,7 @@ _KINDS = {
     "pods": "Pod",
     "configmaps": "ConfigMap",
     "services": "Service",
+    "secrets": "Secret",
     "events": "Event",
     "rayservices": "RayService",
     "sandboxclaims": "SandboxClaim",

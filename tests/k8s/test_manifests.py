@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import TrainJob, gym_secret
 from roundhouse.store.location import Location
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import install_crd
 from tests.k8s.stand import cluster_of
+from tests.k8s.test_pod_settings import gym_job
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 from tests.k8s.validation import (
     CRDS,
@@ -61,6 +63,17 @@ def train_manifests(**trainer: Any) -> list[Object]:
     owner = plan.run_object() | {}
     owner = {**owner, "metadata": owner["metadata"] | {"uid": "11111111-1111-1111-1111-111111111111"}}
     return [plan.run_object(), *filter(None, [plan.run_service(owner)]), plan.job(1, owner)]
+
+
+def gym_manifests() -> list[Object]:
+    """A model server of a run's own NeMo Gym."""
+    job = replace(gym_job(), role="responses_api_models")
+    owner = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "a", "uid": "11111111-1111-1111-1111-111111111111"},
+    }
+    return [job.job(1, owner), job.service(owner), gym_secret("a", job, owner, {"a": "b: 1"})]
 
 
 def test_every_manifest_of_the_tree_is_valid_by_itself() -> None:
@@ -127,7 +140,7 @@ def test_no_policy_believes_a_label_of_any_namespace_and_code_of_a_policy_cannot
 def test_every_pod_asks_for_the_disk_that_it_fills() -> None:
     """A scheduler that is not told places pods of 500 Gi on nodes without them, and the node evicts others."""
     specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
-    specs += [spec for item in [*train_manifests(), shard_manifest()] for _, spec in pod_specs(item)]
+    specs += [spec for item in [*train_manifests(), shard_manifest(), *gym_manifests()] for _, spec in pod_specs(item)]
     for spec in specs:
         main = spec["containers"][0]
         assert "ephemeral-storage" in main["resources"]["requests"], main["name"]
@@ -176,6 +189,7 @@ def test_every_selector_selects_a_pod(overlay: str) -> None:
             "metadata"
         ]["labels"],
         shard_manifest()["metadata"]["labels"],
+        *(item["metadata"]["labels"] for item in gym_manifests()),
     ]
     for item in items:
         spec = item.get("spec", {})
@@ -357,8 +371,8 @@ def test_a_real_api_server_takes_every_manifest_of_an_overlay(overlay: str, inst
         _dry_run(installed, item)
 
 
-def test_a_real_api_server_takes_the_manifests_of_a_training_step(installed: Cluster) -> None:
-    for item in [*train_manifests(), shard_manifest()]:
+def test_a_real_api_server_takes_the_manifests_of_steps_shards_and_gym_servers(installed: Cluster) -> None:
+    for item in [*train_manifests(), shard_manifest(), *gym_manifests()]:
         _dry_run(installed, item)
 
 
@@ -366,7 +380,7 @@ def test_a_real_api_server_takes_the_manifests_of_a_training_step(installed: Clu
 def test_pod_security_takes_every_pod_and_refuses_one_that_may_be_root(installed: Cluster) -> None:
     """`restricted` is enforced where a pod is made; templates only get a warning. So each template is made a pod."""
     specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
-    specs += [spec for item in [*train_manifests(), shard_manifest()] for _, spec in pod_specs(item)]
+    specs += [spec for item in [*train_manifests(), shard_manifest(), *gym_manifests()] for _, spec in pod_specs(item)]
     assert len(specs) >= 7
     pod: Object = {}
     for spec in specs:

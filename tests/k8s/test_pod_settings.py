@@ -1,4 +1,4 @@
-"""What each key of `infra` with `kind: kubernetes` puts into the Job of a step or of a shard."""
+"""What each key of `infra` with `kind: kubernetes` puts into the Job of a step, of a shard or of a gym server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes import cluster, rayservice
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import GymJob, TrainJob
 from roundhouse.launch.kubernetes_jobs import KubernetesLauncher
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 
@@ -130,6 +130,26 @@ def test_where_a_rayservice_answers_and_how_long_its_operator_may_say_nothing(mo
 @pytest.mark.parametrize("key", [key for key in COLLECTOR if key != "pending_seconds"])
 def test_a_key_of_the_collector_is_in_its_job(key: str) -> None:
     plain, changed = (shard_manifest(collector=given) for given in (BASIC, BASIC | {key: COLLECTOR[key]}))
+    assert changed != plain
+
+
+def gym_job(**infra: Any) -> GymJob:
+    return GymJob(
+        StageIdentity("run", "0123456789ab", 0, "gym", "89abcdef0123", shard="calc-123456"),
+        KubernetesInfra.model_validate(infra),
+        store="s3://bucket",
+        service_name="gym-run",
+        port=8000,
+        role="resources_servers",
+        arguments=("python", "-m", "server"),
+        variables={},
+        secret_variables={"CONFIGURATION": ("secret", "key")},
+    )
+
+
+@pytest.mark.parametrize("key", [key for key in COLLECTOR if key != "pending_seconds"])
+def test_a_key_of_the_gym_is_in_its_job(key: str) -> None:
+    plain, changed = (gym_job(gym=given).job(1, OWNER) for given in (BASIC, BASIC | {key: COLLECTOR[key]}))
     assert changed != plain
 
 

@@ -1,11 +1,12 @@
 """NeMo Gym's servers as a run's own: started with its engine as their model, and an environment over their agents.
 
-Invariant: the servers live in one process tree below the flow's, and end with it; what makes rollouts finds them at the head
-server that `HEAD_VARIABLE` names, in this process and those that it starts. Every row is played by the agent that it names; a
-row of an unknown agent, and a configuration with a problem, are refused before any server is started. A rollout that failed
-while a server was away ends when all are up again, so that its next attempt finds them.
+Invariant: the servers live in one process tree below the flow's, or with `infra.kind: kubernetes` in pods that belong to what
+the flow belongs to, and end with it; what makes rollouts finds them at the head server that `HEAD_VARIABLE` names, in this
+process and those that it starts. Every row is played by the agent that it names; a row of an unknown agent, and a configuration
+with a problem, are refused before any server is started. A rollout that failed while a server was away ends when all are up
+again, so that its next attempt finds them.
 
-    with owned_servers(config.environment, "http://127.0.0.1:8000", Path(".roundhouse/gym/run")):
+    with owned_servers(run, config.environment, "http://127.0.0.1:8000", Path(".roundhouse/gym/run")):
         async with open_environment(config.environment) as environment: …
 """
 
@@ -20,29 +21,41 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+import httpx
 
 from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
-from roundhouse.compat.nemo_gym.config.resolve import PORT_RANGE, Resolution, free_port, resolve
+from roundhouse.compat.nemo_gym.config.resolve import HEAD_PORT, PORT_RANGE, Resolution, free_port, resolve
 from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
-from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
-from roundhouse.compat.nemo_gym.servers.head import ask_statuses
+from roundhouse.compat.nemo_gym.servers import pods
+from roundhouse.compat.nemo_gym.servers.commands import Command, Foreign, commands
+from roundhouse.compat.nemo_gym.servers.head import HEAD_SECONDS, ask_statuses
 from roundhouse.compat.nemo_gym.servers.start import LOOK_SECONDS, GymServers, StartOptions
 from roundhouse.config.environments import NemoGymEnvironment
+from roundhouse.config.gym_servers import HEAD_VARIABLE
+from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.environments.base import Restoration, TaskRow
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.protocol import ClientWithRows, EnvironmentUnavailable
+from roundhouse.store.run import Run
 
 log = logging.getLogger(__name__)
 
-HEAD_VARIABLE = "ROUNDHOUSE_GYM_HEAD"
-"""Environment variable with the URL of the head server of the run's own servers."""
+POD_PATH = "/usr/local/bin:/usr/bin:/bin"
+"""Of a foreign server in a pod, after its own interpreter's directory."""
 
 
-def resolved(config: NemoGymEnvironment, engine_url: str, **options: Any) -> Resolution:
+def resolved(
+    config: NemoGymEnvironment, engine_url: str, *, choose_ports: bool = True, head_port: int | None = None
+) -> Resolution:
     """The configuration of the servers, with the run's engine as the model of their model servers.
+
+    Args:
+        choose_ports: False leaves unset ports at -1.
+        head_port: None takes a free one.
 
     Raises:
         ConfigError: with all problems.
@@ -52,27 +65,71 @@ def resolved(config: NemoGymEnvironment, engine_url: str, **options: Any) -> Res
         "policy_api_key": "none",
         "policy_model_name": "policy",
         "model_endpoint_readiness_timeout_seconds": 0,  # the run waits for its engine itself
-        "head_server": {"port": free_port(PORT_RANGE, ())},
+        "head_server": {"port": head_port or free_port(PORT_RANGE, ())},
     }
     roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
-    resolution = resolve(config.config_paths, config.overrides, roots, initial=initial, ours=config.ours, **options)
+    resolution = resolve(
+        config.config_paths, config.overrides, roots, initial=initial, ours=config.ours, choose_ports=choose_ports
+    )
     if not resolution.instances and not resolution.problems:
         resolution.problems.append("it names no server")
+    _refuse(config, resolution)
+    return resolution
+
+
+def _refuse(config: NemoGymEnvironment, resolution: Resolution) -> None:
+    """Raise the problems of a configuration, if it has any, with the key that names it."""
     try:
         resolution.raise_problems()
     except ConfigError as error:
         raise ConfigError(f"environment.config_paths is {', '.join(config.config_paths)}: {error}") from error
-    return resolution
+
+
+def resolved_for_pods(
+    config: NemoGymEnvironment, infra: KubernetesInfra, engine_url: str
+) -> tuple[Resolution, list[Command]]:
+    """The same, with the ports and the programs of servers in pods, whose addresses are still open.
+
+    Raises:
+        ConfigError: with all problems, also with what works in processes alone.
+    """
+    resolution = resolved(config, engine_url, choose_ports=False, head_port=HEAD_PORT)
+    roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
+    foreign = Foreign(Path(config.python) if config.python else None)
+    known = {"PATH": POD_PATH} | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    found, problems = commands(resolution, roots, foreign, known)
+    pods.choose_ports(resolution, infra)
+    resolution.problems = [*pods.unfit_for_pods(resolution, infra), *problems]
+    _refuse(config, resolution)
+    return resolution, found
 
 
 @contextmanager
-def owned_servers(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
+def owned_servers(run: Run, config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
     """The servers, for the time of the block, all healthy at its beginning; the head server's URL.
 
     Raises:
         ConfigError: the configuration has a problem.
         InfraError: a server could not be started, or did not answer in time.
     """
+    infra = run.config.infra
+    if isinstance(infra, KubernetesInfra):
+        servers = pods.pod_servers(run, config, *resolved_for_pods(config, infra, engine_url), logs)
+    else:
+        servers = _processes(config, engine_url, logs)
+    with servers as url:
+        before, os.environ[HEAD_VARIABLE] = os.environ.get(HEAD_VARIABLE), url
+        try:
+            yield url
+        finally:
+            if before is None:
+                del os.environ[HEAD_VARIABLE]
+            else:
+                os.environ[HEAD_VARIABLE] = before
+
+
+@contextmanager
+def _processes(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
     resolution = resolved(config, engine_url)
     roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
     found, resolution.problems = commands(resolution, roots, Foreign(Path(config.python) if config.python else None))
@@ -86,15 +143,7 @@ def owned_servers(config: NemoGymEnvironment, engine_url: str, logs: Path) -> It
     )
     servers = _Running(GymServers(resolution, found, options))
     try:
-        url = servers.ready()
-        before, os.environ[HEAD_VARIABLE] = os.environ.get(HEAD_VARIABLE), url
-        try:
-            yield url
-        finally:
-            if before is None:
-                del os.environ[HEAD_VARIABLE]
-            else:
-                os.environ[HEAD_VARIABLE] = before
+        yield servers.ready()
     finally:
         servers.close()
 
@@ -141,13 +190,25 @@ class _Running:
         await self._stop.wait()
 
 
-@functools.lru_cache(maxsize=8)
 def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
-    """The names of the configuration's agents.
+    """The names of the agents: those that the head server knows where the servers run, so that whoever only plays needs no file
+    of the configuration; else those of the configuration.
 
     Raises:
         ConfigError: it has a problem, or no agent.
+        EnvironmentUnavailable: the head server does not answer.
     """
+    if (head := os.environ.get(HEAD_VARIABLE)) is None:
+        return _agents_in(config)
+    try:
+        answer = httpx.get(f"{head.rstrip('/')}/server_instances", timeout=HEAD_SECONDS).raise_for_status()
+    except httpx.HTTPError as error:
+        raise EnvironmentUnavailable(f"{HEAD_VARIABLE} is {head}, which does not answer: {error}") from error
+    return tuple(one["process_name"] for one in answer.json() if one["server_type"] == "responses_api_agents")
+
+
+@functools.lru_cache(maxsize=8)
+def _agents_in(config: NemoGymEnvironment) -> tuple[str, ...]:
     resolution = resolved(config, "http://127.0.0.1:1", choose_ports=False)
     agents = tuple(one.name for one in resolution.instances if one.type == "responses_api_agents")
     if not agents:

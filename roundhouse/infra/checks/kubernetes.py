@@ -24,7 +24,8 @@ Right = tuple[str, str, str]
 
 NEEDED: tuple[Right, ...] = (
     *((verb, "", "configmaps") for verb in ("create", "get")),
-    *((verb, "", "services") for verb in ("create", "get")),
+    *((verb, "", "services") for verb in ("create", "get", "delete")),
+    *((verb, "", "secrets") for verb in ("create", "delete")),
     *((verb, "batch", "jobs") for verb in ("create", "get", "list", "watch", "delete")),
     *((verb, "", "pods") for verb in ("list", "watch")),
     ("get", "", "pods/log"),
@@ -148,6 +149,7 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """What pods name: a missing one is found by a pod only when it starts."""
     named = [("serviceaccounts", infra.service_account, "infra.service_account")]
     named += [("secrets", infra.secret, "infra.secret")] if infra.secret else []
+    named += [("secrets", infra.gym.secret, "infra.gym.secret")] if infra.gym.secret else []
     if (pods := infra.collector) is not None:
         named.append(("serviceaccounts", pods.service_account, "infra.collector.service_account"))
         named += [("secrets", pods.secret, "infra.collector.secret")] if pods.secret else []

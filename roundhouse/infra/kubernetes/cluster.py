@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -287,6 +288,16 @@ class OwnedResources:
                     self.ensure("v1", "services", service)
                 self._owners[name] = owner
             return self._owners[name]
+
+    def flow(self) -> Object | None:
+        """What a flow in a pod of the namespace ends with: the Job of its pod, else the pod; None for a flow elsewhere."""
+        selector = f"metadata.name={socket.gethostname()}"
+        for pod in self._cluster.get(self.path("v1", "pods"), fieldSelector=selector).get("items") or []:
+            for owner in pod["metadata"].get("ownerReferences") or []:
+                if owner.get("controller"):
+                    return {**owner, "metadata": {"name": owner["name"], "uid": owner["uid"]}}
+            return {"apiVersion": "v1", "kind": "Pod", "metadata": pod["metadata"]}
+        return None
 
     def ensure(self, version: str, plural: str, wanted: Object) -> Object:
         """Create an object, or find the one of the name that is this run's.

@@ -6,6 +6,7 @@ finds its own. Two runs never share a name, because each has the run's uid in it
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -75,6 +76,16 @@ def component_labels(component: str) -> dict[str, str]:
 def run_object_name(run_id: str, run_uid: str) -> str:
     """Name of the run's ConfigMap, which owns the rest, and of its headless Service."""
     return f"rh-{dns_label(run_id, 40)}-{run_uid[:6]}"
+
+
+def server_label(name: str) -> str:
+    """A gym server's name as a part of a DNS label of at most 20 characters, unlike that of any other name."""
+    return f"{dns_label(name, 13)}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def gym_object_name(run_id: str, run_uid: str, digest: str, server: str) -> str:
+    """Name of a server's Service, at most 60 characters; `server` is a `server_label`."""
+    return f"gym-{dns_label(run_id, 20)}-{run_uid[:6]}-{digest[:6]}-{server}"
 
 
 def dns_label(text: str, length: int) -> str:

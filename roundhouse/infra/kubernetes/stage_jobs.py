@@ -1,25 +1,27 @@
-"""The manifests of a training step and of a shard of a collection: pure, from the configuration.
+"""The manifests of a training step, of a shard of a collection and of a gym server: pure, from the configuration.
 
 Invariant: equal arguments give equal manifests, restricted as those of all stages (`stage_pod`).
 
 One pod runs a step itself, or torchrun over its own processes. Several pods are an Indexed Job: index 0 is the meeting point,
 which the others find by its host name under the run's headless Service. A shard is one pod, and a pod of its own that failed,
 for whatever reason, ends the Job: the launcher's caller counts the loss and decides about another try, which resumes with what
-this one has written.
+this one has written. A gym server is one pod too, and the Job of a dead one is followed by another behind the same Service.
 """
 
 from __future__ import annotations
 
+import base64
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roundhouse.config.kubernetes import TRAINER_IMAGE, CollectorPods, KubernetesInfra, TrainerPods
+from roundhouse.config.kubernetes import TRAINER_IMAGE, CollectorPods, GymPods, KubernetesInfra, TrainerPods
 from roundhouse.config.rollout import Shards
 from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
-from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, TRAINER, PodKeys
+from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, GYM, TRAINER, PodKeys
 
 Manifest = dict[str, Any]
 
@@ -30,7 +32,12 @@ NODE_CACHE = "/cache"
 MEETING_PORT = 29500
 WORKER = "roundhouse.collection.shard_worker"
 PLACE = f"{LABEL}stage-uri"
-"""Annotation: the directory of the stage that a Job collects for."""
+"""Annotation: the directory of the stage that a Job collects for; `gym` of a gym server."""
+GYM_PLACE = "gym"
+HTTP = "http"
+"""Name of a server's port, as in `k8s/base/gym.yaml` and its network policies."""
+SERVER_SECONDS = 7 * 86_400
+"""A gym server's deadline: of one that a killed flow left behind. A run that lasts longer starts it again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class StageJob(ABC):
 
     @property
     @abstractmethod
-    def settings(self) -> TrainerPods | CollectorPods:
+    def settings(self) -> TrainerPods | CollectorPods | GymPods:
         """Of the pods."""
 
     @property
@@ -83,7 +90,7 @@ class StageJob(ABC):
         pod, queue = self._pod(number), self.infra.queue
         if queue:
             spec["suspend"] = True  # until Kueue admits it
-        labels = self.identity.labels() | component_labels(self.container)
+        labels = self._labels()
         of_pod: Manifest = {"labels": labels}
         declared = [port for container in pod["containers"] for port in container.get("ports", [])]
         if pages := [port["containerPort"] for port in declared if port["name"] == stage_pod.METRICS]:
@@ -107,6 +114,9 @@ class StageJob(ABC):
 
     @abstractmethod
     def _pod(self, number: int) -> Manifest: ...
+
+    def _labels(self) -> dict[str, str]:
+        return self.identity.labels() | component_labels(self.container)
 
     def _restarts(self) -> int:
         """Of a pod, by the Job itself."""
@@ -226,6 +236,8 @@ class ShardJob(StageJob):
     """URI of its spec.json."""
     stage: str
     """URI of the stage's directory."""
+    variables: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """In addition to those of the configuration."""
     keys = COLLECTOR
     container = "collector"
 
@@ -249,7 +261,7 @@ class ShardJob(StageJob):
             settings,
             self.identity,
             self.command(number),
-            infra.environment | settings.environment,
+            {**infra.environment, **settings.environment, **self.variables},
             store=self.store,
             store_claim=infra.store_claim,
             secret=settings.secret,
@@ -258,3 +270,126 @@ class ShardJob(StageJob):
 
     def _annotations(self) -> dict[str, str]:
         return {PLACE: self.stage}
+
+
+@dataclass(frozen=True)
+class GymJob(StageJob):
+    """A server of a run's own NeMo Gym, or its head server; `identity.shard` is its name. It is called at the address of its
+    Service, which a later Job of the same server takes over."""
+
+    service_name: str
+    port: int
+    """Where it listens, and its Service."""
+    role: str
+    """Its type, by which network policies select it."""
+    arguments: tuple[str, ...]
+    """The program and its arguments."""
+    variables: Mapping[str, str]
+    secret_variables: Mapping[str, tuple[str, str]]
+    """Secret and key of each variable that is one."""
+    directory: str | None = None
+    """Where the program starts. None: where the image says."""
+    flow: Manifest | None = None
+    """What ends with the flow, and these pods with it (`OwnedResources.flow`). None: the run's ConfigMap owns them."""
+    keys = GYM
+    container = "gym"
+
+    @property
+    def settings(self) -> GymPods:
+        return self.infra.gym
+
+    @property
+    def host(self) -> str:
+        return f"{self.service_name}.{self.namespace}.svc"
+
+    def seconds(self) -> int:
+        return SERVER_SECONDS
+
+    def command(self, number: int) -> list[str]:
+        return list(self.arguments[1:])
+
+    def job(self, number: int, owner: Manifest) -> Manifest:
+        return super().job(number, self.flow or owner)
+
+    def service(self, owner: Manifest) -> Manifest:
+        """What gives the server its address, whichever pod it is in."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {
+                "name": self.service_name,
+                "namespace": self.namespace,
+                "labels": self._labels(),
+                "annotations": self.identity.annotations(),
+                "ownerReferences": [stage_pod.owner_reference(self.flow or owner)],
+            },
+            "spec": {
+                "selector": self.identity.labels(),
+                "ports": [{"name": HTTP, "port": self.port, "targetPort": HTTP, "protocol": "TCP"}],
+            },
+        }
+
+    def _labels(self) -> dict[str, str]:
+        return super()._labels() | {f"{LABEL}gym-server": self.role}
+
+    def _pod(self, number: int) -> Manifest:
+        infra, settings = self.infra, self.settings
+        container = stage_pod.container(
+            self.container,
+            settings.image,
+            settings,
+            self.identity,
+            self.command(number),
+            {**infra.environment, **settings.environment, **self.variables},
+            store=self.store,
+            store_claim=None,  # a server runs code of others, and calls no store
+            secret=settings.secret,
+        )
+        container["command"] = [self.arguments[0]]
+        if self.directory is not None:
+            container["workingDir"] = self.directory
+        container["env"] += [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for name, (secret, key) in sorted(self.secret_variables.items())
+        ]
+        container["ports"] = [{"name": HTTP, "containerPort": self.port}, *container.get("ports", [])]
+        container["readinessProbe"] = {"tcpSocket": {"port": HTTP}, "periodSeconds": 2}
+        pod = stage_pod.pod(settings, container, settings.service_account, [], None)
+        return pod | {"affinity": self._near_engine()}
+
+    def _near_engine(self) -> Manifest:
+        """The node of an engine, else its zone: preferred, so that a full node keeps no server waiting."""
+        labels = {"app.kubernetes.io/component": "engine"}
+        if self.infra.engine is not None:
+            labels["ray.io/node-type"] = "worker"  # the head of the Ray cluster has no replica
+        terms = {"kubernetes.io/hostname": 60, "topology.kubernetes.io/zone": 90}
+        preferred = [
+            {"weight": weight, "podAffinityTerm": {"topologyKey": key, "labelSelector": {"matchLabels": labels}}}
+            for key, weight in terms.items()
+        ]
+        return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+    def _disrupted(self) -> Literal["Ignore", "FailJob"]:
+        """A disrupted pod is replaced, and does not count as a restart."""
+        return "Ignore"
+
+    def _annotations(self) -> dict[str, str]:
+        return {PLACE: GYM_PLACE}
+
+
+def gym_secret(name: str, job: GymJob, owner: Manifest, values: Mapping[str, str]) -> Manifest:
+    """The Secret with the configuration of each server, by `identity.shard`, beside the Jobs like `job`."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": run_labels(job.identity.run_id, job.identity.run_uid),
+            "annotations": job.identity.annotations(),
+            "ownerReferences": [stage_pod.owner_reference(job.flow or owner)],
+        },
+        "data": {key: base64.b64encode(value.encode()).decode() for key, value in values.items()},
+    }

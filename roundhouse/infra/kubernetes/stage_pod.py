@@ -57,6 +57,14 @@ COLLECTOR = PodKeys(
     less_memory="raise rollout.distribution.shards, so that each has fewer rollouts in flight",
     out_of_memory=InfraError,
 )
+GYM = PodKeys(
+    section="infra.gym",
+    timeout="environment.restarts",
+    secret="infra.gym.secret",
+    environment="infra.gym.environment",
+    less_memory="spread its environments over several servers",
+    out_of_memory=InfraError,
+)
 
 
 Manifest = dict[str, Any]

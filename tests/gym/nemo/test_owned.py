@@ -224,7 +224,7 @@ def test_relative_paths_are_looked_for_where_the_run_says(tmp_path: Path, monkey
     assert open_environment(given.environment).tasks("train")
 
 
-def test_two_sets_of_servers_and_shards_on_a_cluster_are_refused(tmp_path: Path) -> None:
+def test_two_sets_of_servers_are_refused(tmp_path: Path) -> None:
     one = config(tmp_path, [row(0)]).environment.model_dump(mode="json")
     with pytest.raises(ConfigError, match="one set of servers"):
         parse_config({"run_id": "r", "environment": {"kind": "mixture", "environments": {"a": one, "b": one}}})

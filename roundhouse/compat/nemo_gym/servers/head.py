@@ -12,11 +12,15 @@ NeMo Gym's clients need nothing of it but hosts, ports and switches, which are n
 `server_statuses` asks which servers there are and whether each answers: the answer comes from the servers themselves, asked at
 this moment; what the head server last saw is not repeated. Any HTTP answer counts, whatever its status: foreign servers need
 not have a route at `/`.
+
+`python -m roundhouse.compat.nemo_gym.servers.head` serves the configuration of `NEMO_GYM_CONFIG_DICT`, whose servers run
+elsewhere: a pod of a run's own servers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,10 +29,14 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 from fastapi import FastAPI, Request, Response
+from omegaconf import OmegaConf
 
 from roundhouse.compat.nemo_gym.clients.connection import Connection
+from roundhouse.compat.nemo_gym.config.instances import Instance, find_instances
+from roundhouse.compat.nemo_gym.config.merging import filled
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
-from roundhouse.compat.nemo_gym.servers.endpoints import json_answer
+from roundhouse.compat.nemo_gym.servers.endpoints import json_answer, serve
+from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
 from roundhouse.errors import InfraError
 from roundhouse.http.asgi import presents
 
@@ -134,3 +142,38 @@ async def check_all(urls: Iterable[str], seconds: float = PROBE_SECONDS) -> list
     """All at once, in order."""
     async with aiohttp.ClientSession() as http:
         return list(await asyncio.gather(*(check(url, http, seconds) for url in urls)))
+
+
+def main() -> None:
+    """Serve on all addresses, at the configured port, until interrupted."""
+    tree: Any = OmegaConf.to_container(OmegaConf.create(os.environ[CONFIG_DICT]))
+    resolution = Resolution(tree)
+    resolution.instances, _ = find_instances(filled(resolution.config()).value)
+    started = time.time()
+
+    def servers() -> list[RunningServer]:
+        return [_elsewhere(resolution, instance, started) for instance in resolution.instances]
+
+    serve(build_app(resolution, servers), "0.0.0.0", resolution.head_address()[1])
+
+
+def _elsewhere(resolution: Resolution, instance: Instance, started: float) -> RunningServer:
+    host, port = resolution.address(instance)
+    return RunningServer(
+        config_path=instance.name,
+        dir_path=None,
+        entrypoint=instance.fields.entrypoint,
+        host=host,
+        name=instance.implementation,
+        pid=None,
+        port=port,
+        process_name=instance.name,
+        server_type=instance.type,
+        start_time=started,
+        status=None,
+        url=resolution.base_url(instance),
+    )
+
+
+if __name__ == "__main__":
+    main()

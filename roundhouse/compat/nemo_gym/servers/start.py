@@ -41,7 +41,7 @@ START_SECONDS = 300.0
 """Time limit from the first process to the last server's first answer."""
 LOOK_SECONDS = 0.2
 
-_ENDING: tuple[ServerType, ...] = ("responses_api_agents", "resources_servers", "responses_api_models")
+ENDING: tuple[ServerType, ...] = ("responses_api_agents", "resources_servers", "responses_api_models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class GymServers:
         if self._children is not None:
             order = [
                 [name for name, command in self._commands.items() if command.instance.type == server_type]
-                for server_type in _ENDING
+                for server_type in ENDING
             ]
             left = await self._children.close(order)
             if left:
