@@ -40,8 +40,8 @@ from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig
 from roundhouse.environments.base import TaskRow
 from roundhouse.environments.short_questions import ShortQuestions
-from roundhouse.policy.bundled import bundled_file
 from roundhouse.policy.gguf import converted
+from roundhouse.policy.model_directory import bundled_file
 from roundhouse.rollout.plan import round_tasks
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import load_run

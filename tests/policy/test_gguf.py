@@ -10,7 +10,7 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import reachability
-from roundhouse.policy import bundled, gguf
+from roundhouse.policy import gguf, model_directory
 from roundhouse.policy.chat_template import template_in
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE
 from roundhouse.stages import policy as stages_policy
@@ -81,10 +81,10 @@ CONFIG = parse_config(
 
 
 def test_a_missing_package_is_named_with_the_command_by_run_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = bundled.Bundled("no-such-package", "x.gguf", "make smollm2", 1)
-    monkeypatch.setitem(bundled.BUNDLED, "smollm2-135m-instruct", missing)
+    missing = model_directory.Bundled("no-such-package", "x.gguf", "make smollm2", 1)
+    monkeypatch.setitem(model_directory.BUNDLED, "smollm2-135m-instruct", missing)
     with pytest.raises(ConfigError, match=r"no-such-package, which is not installed. Install it: make smollm2"):
-        bundled.bundled_file("smollm2-135m-instruct")
+        model_directory.bundled_file("smollm2-135m-instruct")
     [finding] = [found for found in reachability.configured(CONFIG) if found.name == "policy"]
     assert finding.remedy == "make smollm2"
 

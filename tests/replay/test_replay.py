@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.replay import stages as replaying
-from roundhouse.replay.comparison import Comparison
-from roundhouse.replay.drift import DriftGate
+from roundhouse.replay.comparison import Comparison, DriftGate
 from roundhouse.replay.stages import read_comparison, replay, substituted_config
 from roundhouse.stages.datasets import retain_versions
 from roundhouse.stages.train import release_trainer

@@ -35,9 +35,8 @@ from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.checks.machine import nearest_existing
 from roundhouse.infra.services import Services, status
 from roundhouse.infra.state import ServiceRecord
-from roundhouse.policy.bundled import BUNDLED, bundled_file
 from roundhouse.policy.gguf import check_gguf, gguf_file
-from roundhouse.policy.model_directory import check_model_directory
+from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
 from roundhouse.rollout.clients import first_question
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.store.location import AlreadyExists, Location
