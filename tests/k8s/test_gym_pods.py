@@ -139,6 +139,15 @@ class Machine:
         places = {name: value for name, value in places.items() if name not in ("HOME", "TMPDIR")}
         run_container(self.stand.kubelet, pod, places)
 
+    def resolve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Names of Services, in this process."""
+        look_up = socket.getaddrinfo
+
+        def getaddrinfo(host: Any, *rest: Any, **options: Any) -> Any:
+            return look_up("127.0.0.1" if self.name.fullmatch(str(host)) else host, *rest, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
     def kill(self, name: str) -> None:
         """The server's process, as when it is out of memory."""
         for pod in self.stand.found("pods"):
@@ -159,12 +168,7 @@ def machine(fake: Stand, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig))
     machine = Machine(fake)
     fake.kubelet.behave = machine.run
-    look_up = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, *rest: Any, **options: Any) -> Any:
-        return look_up("127.0.0.1" if machine.name.fullmatch(str(host)) else host, *rest, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    machine.resolve(monkeypatch)
     return machine
 
 
@@ -193,7 +197,8 @@ def flow_pod(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Iterator[Object]:
     monkeypatch.setattr(socket, "gethostname", lambda: "roundhouse-flow-0-abcde")
     jobs = f"/apis/batch/v1/namespaces/{stand.namespace}/jobs"
     assert stand.state is not None
-    _, job = stand.state.create("jobs", stand.namespace, {"metadata": {"name": "flow"}, "spec": {"suspend": True}})
+    body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "flow"}, "spec": {"suspend": True}}
+    _, job = stand.state.create("jobs", stand.namespace, body)
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "flow", "uid": job["metadata"]["uid"], "controller": True}
     metadata = {"name": "roundhouse-flow-0-abcde", "ownerReferences": [owner]}
     stand.admin.create(f"/api/v1/namespaces/{stand.namespace}/pods", {"metadata": metadata, "spec": {}, "status": {}})
@@ -349,6 +354,28 @@ def test_all_that_a_start_makes_belongs_to_the_flows_job(
                 owned
                 == [[{"apiVersion": "batch/v1", "kind": "Job", "name": "flow", "uid": flow["metadata"]["uid"]}]] * count
             )
+
+
+def test_servers_of_a_flow_that_is_under_way_are_left_to_it_and_those_of_one_that_has_failed_are_not(
+    machine: Machine, tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand, run = machine.stand, run_on(machine, tmp_path, engine)
+    jobs = f"/apis/batch/v1/namespaces/{stand.namespace}/jobs"
+    stand.kubelet.behave = lambda pod: stand.kubelet.run(pod)
+    with flow_pod(stand, monkeypatch) as training:
+        before = plan_of(run.config, run, training).jobs[0]
+        old = stand.admin.create(jobs, before.job(1, OWNER))["metadata"]["uid"]
+    monkeypatch.undo()  # an evaluation, say, of the same run elsewhere
+    monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
+    with pytest.raises(InfraError, match="belong to Job flow, whose flow is under way"), own_gym(run):
+        raise AssertionError("nothing may run")
+    assert [job["metadata"]["uid"] for job in stand.found("jobs")] == [old]
+    condition = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}
+    stand.admin.patch(f"{jobs}/flow", {"status": {"conditions": [condition]}})
+    stand.kubelet.behave = machine.run
+    machine.resolve(monkeypatch)
+    with own_gym(run):
+        assert old not in [job["metadata"]["uid"] for job in stand.found("jobs")]
 
 
 def test_a_server_that_always_ends_is_started_again_as_often_as_allowed_and_named(

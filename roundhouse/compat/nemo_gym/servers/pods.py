@@ -40,8 +40,8 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.http.asgi import is_loopback
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, OwnedResources, connect, explained
-from roundhouse.infra.kubernetes.job import RunJobs, Unwanted
-from roundhouse.infra.kubernetes.names import StageIdentity, gym_object_name, server_label
+from roundhouse.infra.kubernetes.job import RunJobs, Unwanted, is_under_way
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, gym_object_name, server_label
 from roundhouse.infra.kubernetes.stage_jobs import GYM_PLACE, PLACE, GymJob, gym_secret
 from roundhouse.logs import METRICS_VARIABLE
 from roundhouse.store.location import Location
@@ -272,6 +272,7 @@ class PodServers:
             ConfigError, InfraError: see `pod_servers`.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._refuse_beside_another_flow()
         self._jobs.end_others({PLACE: GYM_PLACE}, {self._plan.jobs[0].identity.digest})
         owner = self._own.owner(self._plan.jobs[0])
         self._create_secret(owner)
@@ -300,6 +301,30 @@ class PodServers:
             self._cluster.delete(f"{self._own.path('v1', 'secrets')}/{self._plan.secret}")
         except (ApiRefused, RoundhouseError) as error:
             log.warning("gym: not all of its objects could be deleted: %s They end with the flow's.", error)
+
+    def _refuse_beside_another_flow(self) -> None:
+        """Servers of this run that belong to another flow's Job are left to it while it is under way.
+
+        Raises:
+            InfraError: there are such.
+        """
+        flow, path = self._plan.jobs[0].flow, self._own.path("batch/v1", "jobs")
+        selector = f"{LABEL}run-uid={self._run_uid},{LABEL}stage=gym"
+        for server in self._cluster.get(path, labelSelector=selector).get("items") or []:
+            [owner] = server["metadata"]["ownerReferences"]
+            if owner["kind"] != "Job" or (flow is not None and flow["metadata"]["uid"] == owner["uid"]):
+                continue
+            try:
+                other = self._cluster.get(f"{path}/{owner['name']}")
+            except ApiRefused as refused:
+                if refused.status == 404:
+                    continue
+                raise explained(refused, f"get jobs in namespace {self._namespace}") from refused
+            if other["metadata"]["uid"] == owner["uid"] and is_under_way(other):
+                raise InfraError(
+                    f"The gym servers of this run belong to Job {owner['name']}, whose flow is under way. Wait for its end, or "
+                    f"delete it: kubectl -n {self._namespace} delete job {owner['name']}"
+                )
 
     def _create_secret(self, owner: Object) -> None:
         """One of the name is this run's, with the same content: the name says so, and the flow may read none."""
