@@ -41,11 +41,11 @@ from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.branching import plan_branches
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
-from roundhouse.rollout.plan import RolloutSpec, Sampled, plan_rollouts, sample_tasks
+from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, sample_tasks
 from roundhouse.rollout.rubric import OWN
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Rollout, groups_with_spread
 from roundhouse.trajectories.validation import validate
 
 MODEL, HELDOUT_SEED = "policy", 7
@@ -104,7 +104,7 @@ async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> 
             config.rollout.prompts_per_iteration,
         )
         rollouts = await roll_out(config, policy, rows, config.rollout.group_size, iteration)
-        branches = await branch(config, policy, rows, rollouts, iteration)
+        branches = await branch(config, policy, rollouts, iteration)
         validated = validate(
             [*rollouts, *branches],
             config.validation,
@@ -152,14 +152,13 @@ async def roll_out(
     return await _made(config, policy, specs, greedy)
 
 
-async def branch(
-    config: RunConfig, policy: PolicyInProcess, rows: Sequence[Any], rollouts: list[Rollout], iteration: int
-) -> list[Rollout]:
+async def branch(config: RunConfig, policy: PolicyInProcess, rollouts: list[Rollout], iteration: int) -> list[Rollout]:
     """The branches of an iteration's rollouts; none without `rollout.branching`."""
     if config.rollout.branching is None:
         return []
-    sampled = Sampled(list(rows), rollouts, rounds=1, dynamic=False, kept=[], surplus=[])
-    return await _made(config, policy, plan_branches(sampled, config.rollout.branching, config.seed, iteration))
+    groups = groups_with_spread(rollouts)
+    specs = plan_branches(rollouts, groups, config.rollout.branching, config.seed, iteration)
+    return await _made(config, policy, specs)
 
 
 async def _made(

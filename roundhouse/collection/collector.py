@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -201,6 +201,11 @@ class InProcessCollector:
             parts.flush()
         window = time.monotonic() - started
         return Collected([kept.get(spec.rollout_id) or fresh[spec.rollout_id] for spec in specs], window)
+
+    @staticmethod
+    def whole(rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
+        """Those of `rollouts` that are of these groups, with words and token IDs."""
+        return [each for each in rollouts if each.group_id in groups]
 
 
 def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:

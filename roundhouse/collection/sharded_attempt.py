@@ -17,11 +17,12 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
@@ -41,7 +42,7 @@ from roundhouse.store.stage import WRITERS, Stage, parse_parquet, read_entry
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.ledger import Ledger, LedgerError
 from roundhouse.trajectories.records import Rollout, Status
-from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
+from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, summaries_from_tables, turns_table
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +251,15 @@ class ShardedAttempt:
             if outcome.fresh:
                 self._attempt.charge(outcome.report.cpu_seconds, of_other_process=True)
         self._outcomes += outcomes
+
+    def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
+        """Those of `rollouts` that are of these groups, whole, from the files of the shards."""
+        wanted = pa.array([each.rollout_id for each in rollouts if each.group_id in groups], pa.string())
+        found = []
+        for outcome in self._outcomes:
+            tables = [self._table(outcome.report, dataset) for dataset in ("rollouts", "turns")]
+            found += rollouts_from_tables(*(table.filter(pc.is_in(table["rollout_id"], wanted)) for table in tables))
+        return found
 
     def spend(self, cost: Mapping[str, float]) -> None:
         """Count what waiting for the workers cost (`Launcher.metrics`)."""

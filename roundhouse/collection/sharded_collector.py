@@ -45,7 +45,7 @@ class ShardedCollector:
         self._run = run
         self._sharded = ShardedAttempt(run, stage, policy_version)
         self._rounds = 0
-        self.metrics, self.commit = self._sharded.metrics, self._sharded.commit
+        self.metrics, self.commit, self.whole = self._sharded.metrics, self._sharded.commit, self._sharded.whole
 
     def collect(
         self,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from roundhouse.config.models import RunConfig, Sampling
 from roundhouse.launch.base import Program
-from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.rollout.plan import BranchPoint, RolloutSpec
 from roundhouse.store.manifest import FileEntry, Provenance
 from roundhouse.trajectories.ledger import Ledger
 
@@ -81,13 +81,14 @@ def shares(whole: int, count: int) -> list[int]:
 
 
 class PlannedGroup(BaseModel):
-    """A group's task row, once, and the seeds of its rollouts by sample."""
+    """A group's task row, once, and the seeds of its rollouts by sample; of branches, also the rollout that they leave."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     group_id: str
     row: dict[str, Any]
     seeds: dict[int, int]
+    branch: BranchPoint | None = None
 
 
 class ShardSpec(BaseModel):
@@ -121,7 +122,7 @@ class ShardSpec(BaseModel):
 
     def shard(self) -> Shard:
         specs = [
-            RolloutSpec(group.group_id, sample, group.row, seed)
+            RolloutSpec(group.group_id, sample, group.row, seed, group.branch)
             for group in self.groups
             for sample, seed in group.seeds.items()
         ]
@@ -159,9 +160,12 @@ def begun_on(program: Program, version: int) -> Program:
 
 def planned_groups(shard: Shard) -> list[PlannedGroup]:
     """The shard's rollouts, for its spec."""
-    rows: dict[str, dict[str, Any]] = {}
+    first: dict[str, RolloutSpec] = {}
     seeds: dict[str, dict[int, int]] = {}
     for spec in shard.specs:
-        rows[spec.group_id] = spec.row
+        first.setdefault(spec.group_id, spec)
         seeds.setdefault(spec.group_id, {})[spec.sample] = spec.seed
-    return [PlannedGroup(group_id=group, row=rows[group], seeds=seeds[group]) for group in rows]
+    return [
+        PlannedGroup(group_id=group, row=spec.row, seeds=seeds[group], branch=spec.branch)
+        for group, spec in first.items()
+    ]

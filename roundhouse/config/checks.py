@@ -282,11 +282,6 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
             f"asynchrony.staleness is {config.asynchrony.staleness}: what overlaps training is planned before it begins, and "
             "which turns are branched follows from rewards. Set asynchrony.staleness to 0"
         )
-    if not isinstance(rollout.distribution, InProcessCollection):
-        yield (
-            f"rollout.distribution.kind is {rollout.distribution.kind}: a shard's worker has tasks, and not the rollouts that "
-            "are branched. Set rollout.distribution.kind to in_process"
-        )
     by_token = isinstance(algorithm, PPOConfig | ReinforcePlusPlusConfig)
     if isinstance(algorithm, PolicyGradient) and not by_token and algorithm.kl_placement == "reward":
         yield (

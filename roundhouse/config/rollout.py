@@ -151,8 +151,8 @@ class DynamicSampling(Section):
 class Branching(Section):
     """After the rollouts of an iteration, let some of them go on anew from one of their turns, with the same policy version,
     and compare the ends (`roundhouse.rollout.branching`). Of groups whose rewards differ; with `dynamic_sampling`, of those
-    that it keeps. The environment is rebuilt by calls that are made again, so its `restoration` must not be none. With
-    `asynchrony.staleness` 0, in one process."""
+    that it keeps. The environment is rebuilt by calls that are made again, so its `restoration` must not be none. Only with
+    `asynchrony.staleness` 0."""
 
     rollouts: PositiveInt = 1
     """Rollouts of each such group that are branched, at one turn each: drawn, by the run's seed, from those of two turns or

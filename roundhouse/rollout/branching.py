@@ -69,10 +69,16 @@ def certainty(turn: Turn) -> float:
     return math.fsum(first) / len(first) if first else 0.0
 
 
-def plan_branches(sampled: Sampled, config: Branching, seed: int, iteration: int) -> list[RolloutSpec]:
-    """`config.samples` branches of each turn to branch, of the groups with spread that the rounds of an iteration came to."""
-    groups = sampled.kept if sampled.dynamic else groups_with_spread(sampled.rollouts)
-    points = branch_points(sampled.rollouts, groups, config, seed, iteration)
+def branched_groups(sampled: Sampled) -> list[str]:
+    """The groups with spread that the rounds of an iteration came to; of dynamic sampling, those that it keeps."""
+    return sampled.kept if sampled.dynamic else groups_with_spread(sampled.rollouts)
+
+
+def plan_branches(
+    rollouts: Sequence[Rollout], groups: Collection[str], config: Branching, seed: int, iteration: int
+) -> list[RolloutSpec]:
+    """`config.samples` branches of each of the `branch_points`; `rollouts` are whole."""
+    points = branch_points(rollouts, groups, config, seed, iteration)
     return [branch_spec(point.rollout, point.turn, sample) for point in points for sample in range(config.samples)]
 
 

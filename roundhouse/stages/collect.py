@@ -22,7 +22,7 @@ from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import template_in
-from roundhouse.rollout.branching import Branched, plan_branches
+from roundhouse.rollout.branching import Branched, branched_groups, plan_branches
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
 from roundhouse.rollout.curriculum import recorded_draw
 from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, sample_rounds
@@ -153,7 +153,11 @@ def _collect(
         return rollouts
 
     sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history)
-    specs = [] if branching is None else plan_branches(sampled, branching, config.seed, stage.iteration)
+    specs: list[RolloutSpec] = []
+    if branching is not None:
+        groups = branched_groups(sampled)
+        whole = collection.whole(sampled.rollouts, groups)
+        specs = plan_branches(whole, groups, branching, config.seed, stage.iteration)
     branched = Branched(specs, make(specs) if specs else [])
     rollouts = [*sampled.rollouts, *branched.rollouts]
     refuse_many_failures(rollouts, config.rollout, engine_url)

@@ -236,6 +236,21 @@ def test_branches_that_a_dead_engine_failed_resume_after_their_finished_turns(
     assert read_manifest(resumed).details["resumptions"]["rollouts_restarted"] == {}
 
 
+@pytest.mark.parametrize("turn", ["random", "uncertain"])
+def test_branches_of_several_processes_are_those_of_one(tmp_path: Path, engine: GuessingEngine, turn: str) -> None:
+    found = []
+    for name, shards in (("one", {}), ("two", {"distribution": {"kind": "process", "shards": 2}})):
+        branching = {"samples": SAMPLES, "turn": turn}
+        run, weights = begun(f"{tmp_path}/{name}", branching=branching, **shards)
+        engine.answered.clear()
+        reference = collect_iteration(run, 1, weights, engine.url)
+        manifest = read_manifest(reference)
+        numbers = {key: value for key, value in manifest.metrics.items() if key.startswith(("branching/", "reward/"))}
+        sequences = read_table(validate_iteration(run, 1, reference, vocabulary_size=256), "sequences")
+        found.append((dataset(reference), set(engine.answered), manifest.details["branching"], numbers, sequences))
+    assert found[0] == found[1]
+
+
 def test_of_dynamic_sampling_the_groups_that_are_kept_are_branched_and_their_branches_too(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:
@@ -386,10 +401,6 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
         (
             {"asynchrony": {"mode": "batch-async", "staleness": 1}},
             "asynchrony.staleness is 1: what overlaps training is planned.*Set asynchrony.staleness to 0",
-        ),
-        (
-            {"rollout": {"distribution": {"kind": "process"}}},
-            "rollout.distribution.kind is process.*Set rollout.distribution.kind to in_process",
         ),
         (
             {
