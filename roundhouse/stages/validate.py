@@ -244,7 +244,8 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
     """
     filtered = _filtered(result)
     refused, requested = result.quarantine.num_rows - filtered, result.ledger.requested - filtered
-    groups = pc.count_distinct(result.sequences.column("group_id")).as_py()
+    of_tasks = result.sequences.filter(pc.is_null(result.sequences["branched_from"]))
+    groups = pc.count_distinct(of_tasks["group_id"]).as_py()
     if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
         raise TooFewSequences(
             f"{what}: {refused} of {requested} rollouts were refused ({result.reasons}), "

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.search import Game, GuessNumber
-from roundhouse.errors import ConfigError, TooFewRollouts
+from roundhouse.errors import ConfigError, TooFewRollouts, TooFewSequences
 from roundhouse.rollout.branching import FIRST_TOKENS, branch_points
 from roundhouse.rollout.curriculum import recorded_draw
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
@@ -261,6 +262,10 @@ def test_of_dynamic_sampling_the_groups_that_are_kept_are_branched_and_their_bra
     (kept,) = details["dynamic_sampling"]["kept"]
     ((name, turn),) = details["branching"].items()
     assert name.rpartition("/")[0] == kept
+    failures = run.config.failures.model_copy(update={"min_groups": 2})
+    strict = replace(run, config=run.config.model_copy(update={"failures": failures}))
+    with pytest.raises(TooFewSequences, match="sequences of 1 groups are left"):
+        validate_iteration(strict, 1, reference, vocabulary_size=256)
     groups = read_table(validate_iteration(run, 1, reference, vocabulary_size=256), "sequences")["group_id"].to_pylist()
     assert {group: groups.count(group) for group in groups} == {kept: GROUP, f"{name}@{turn}": SAMPLES}
 
