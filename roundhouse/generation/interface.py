@@ -247,33 +247,56 @@ class TransformersGeneration(ListGeneration):
 
 
 class VllmGeneration(ListGeneration):
-    """vLLM, offline. The engine stays for the life of the object; `finish_generation` only clears its caches on CPU."""
+    """vLLM, offline. Finished, it holds neither weights nor keys and values: on a GPU the engine sleeps; on CPU, where vLLM has
+    no sleep, it ends, and `prepare_for_generation` starts another."""
 
     _llm: Any = None
     _ready = False
+    _weights = ""
+    """What `load_weights` was given last: it is loaded again after `finish_generation`."""
 
     def prepare_for_generation(self) -> None:
+        if self._ready:
+            return
         if self._llm is None:
-            from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
-
-            for key, value in environment(self.tokenized.config).items():
-                os.environ.setdefault(key, value)
-            from vllm import LLM
-
-            allow_proxies()
-            self._llm = LLM(**engine_arguments(self.tokenized.config, self.model_dir))
-            if any(Path(self.model_dir).glob("*.safetensors")):
-                self.load_weights(self.model_dir)
+            self._llm = self._started()
+        else:
+            self._llm.wake_up()
         self._ready = True
+        if self._weights or any(Path(self.model_dir).glob("*.safetensors")):
+            self.load_weights(self._weights or self.model_dir)
 
     def finish_generation(self) -> None:
-        if self._ready:
-            self._llm.reset_prefix_cache()
-            self._ready = False
+        if not self._ready:
+            return
+        self._ready = False
+        if self.tokenized.config.gpus_per_replica > 0:
+            self._llm.sleep(level=2)
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        cleanup_dist_env_and_memory()
 
     def load_weights(self, directory: str) -> None:
+        self._weights = directory
+        if not self._ready:
+            self.prepare_for_generation()
+            return
         self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory, self.tokenized.config),))
         self._llm.reset_prefix_cache()
+
+    def _started(self) -> Any:
+        from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
+
+        config = self.tokenized.config
+        for key, value in environment(config).items():
+            os.environ.setdefault(key, value)
+        from vllm import LLM
+
+        allow_proxies()
+        return LLM(**engine_arguments(config, self.model_dir) | {"enable_sleep_mode": config.gpus_per_replica > 0})
 
     def answer(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
         from roundhouse.generation.vllm_engine import read_output, sampling_params

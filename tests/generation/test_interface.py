@@ -8,6 +8,7 @@ from unittest import mock
 
 import flask
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -108,6 +109,33 @@ def test_finishing_and_preparing_again_changes_nothing(backend):
     backend.finish_generation()
     backend.prepare_for_generation()
     assert torch.equal(before, backend.generate(batch(), greedy=True)["output_ids"])
+
+
+def test_a_finished_backend_gives_its_memory_back(backend):
+    if not isinstance(backend, VllmGeneration):
+        pytest.skip("the model is too small to be seen; vLLM's has keys and values")
+    backend.prepare_for_generation()
+    ready = psutil.Process().memory_full_info().uss
+    backend.finish_generation()
+    assert ready - psutil.Process().memory_full_info().uss > 0.9 * CONFIG.kv_cache_gib * 2**30
+    backend.prepare_for_generation()
+
+
+def test_on_a_gpu_a_finished_engine_sleeps_without_a_copy_and_wakes_with_its_weights(tokenized, policies, monkeypatch):
+    """What an engine on a GPU is asked; none is here."""
+    llm = mock.MagicMock()
+    monkeypatch.setattr(VllmGeneration, "_started", lambda self: llm)
+    config = CONFIG.model_copy(update={"gpus_per_replica": 1})
+    made = create_backend(replace(tokenized, config=config), str(policies["untied"]), "vllm")
+    made.load_weights(str(policies["untied-second"]))
+    loads = llm.collective_rpc.call_count
+    made.finish_generation()
+    made.finish_generation()
+    llm.sleep.assert_called_once_with(level=2)
+    made.prepare_for_generation()
+    made.prepare_for_generation()
+    llm.wake_up.assert_called_once_with()
+    assert llm.collective_rpc.call_args_list[loads:] == llm.collective_rpc.call_args_list[:loads]
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones(tokenized, policies):
