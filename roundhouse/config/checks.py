@@ -52,6 +52,7 @@ from roundhouse.config.generation import (
     refits_in_flight,
 )
 from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
 from roundhouse.config.training import (
@@ -83,7 +84,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _groups(config, recorded=recorded)
     _branching(config)
     _sampling(config)
-    _own_engine(config)
+    _evaluations(config)
     _one_engine(config)
     _trainer_as_engine(config)
     if (unfit := config.asynchrony.unfit_window(config.rollout.prompts_per_iteration)) is not None:
@@ -332,20 +333,26 @@ def _sampling(config: RunConfig) -> None:
         )
 
 
-def _own_engine(config: RunConfig) -> None:
-    """An engine of the user's own is made for one distribution, that of training; greedy is the other that it can draw from."""
-    own = config.generation.sampling.temperature
-    if config.generation.backend in SAMPLED_BY_REQUEST:
-        return
-    asked = {"evaluation.temperature": config.evaluation.temperature} | {
-        f"evaluation.sets.{name}.temperature": each.temperature for name, each in config.evaluation.sets.items()
-    }
-    for key, temperature in asked.items():
-        if temperature not in (None, 0, own):
+def _evaluations(config: RunConfig) -> None:
+    """Refuse what an evaluation cannot draw: an answer as long as the context, or, of an engine of the user's own, anything but
+    the distribution that it is made for, that of training, and greedy answers."""
+    own, room, backend = config.generation.sampling, config.generation.max_model_len, config.generation.backend
+    sets = {f"evaluation.sets.{name}": with_set(config, name) for name in config.evaluation.sets}
+    for key, each in ({"evaluation": config} | sets).items():
+        asked = evaluation_sampling(each)
+        if asked.max_new_tokens >= room:
             raise ValueError(
-                f"{key} is {temperature}, but generation.backend is {config.generation.backend}, which draws at "
-                f"generation.sampling.temperature ({own}) or greedily. Set {key} to {own} or 0."
+                f"{key}.max_new_tokens ({asked.max_new_tokens}) leaves no room for a prompt in generation.max_model_len "
+                f"({room}). Lower the first."
             )
+        if backend in SAMPLED_BY_REQUEST or asked.temperature == 0:
+            continue
+        for name in ("temperature", "top_p", "top_k"):
+            if (value := getattr(asked, name)) != (made_for := getattr(own, name)):
+                raise ValueError(
+                    f"{key}.{name} is {value}, but generation.backend is {backend}, which draws at generation.sampling.{name} "
+                    f"({made_for}) or greedily. Set {key}.{name} to {made_for}, or {key}.temperature to 0."
+                )
 
 
 def _one_engine(config: RunConfig) -> None:

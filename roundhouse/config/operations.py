@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.environments import EnvironmentConfig
+from roundhouse.config.generation import Sampling
 from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, ProperFraction, Section
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class EvaluationSet(Section):
     """Unset, this and what follows are those of `evaluation`."""
     samples: PositiveInt | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
     success_threshold: float | None = None
 
 
@@ -50,6 +54,11 @@ class EvaluationConfig(Section):
     samples: PositiveInt = 1
     """Rollouts of each task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Unset, this and the next two are those of `generation.sampling`."""
+    top_k: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    """An environment of a mixture with a limit of its own (`rollout.environments`) keeps that."""
     before_training: Operational[bool] = True
     """Evaluate the starting policy too: what every later version is compared with."""
     success_threshold: Operational[float] = 1.0
@@ -62,6 +71,20 @@ class EvaluationConfig(Section):
     sets: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], EvaluationSet] = Field(default_factory=dict)
     """More evaluations by name, such as `greedy: {temperature: 0}`: the same tasks without chance; or tasks of another
     environment, which training must not make worse."""
+
+
+def with_set(config: RunConfig, name: str) -> RunConfig:
+    """The configuration as one of `evaluation.sets` changes it."""
+    given = {key: value for key, value in config.evaluation.sets[name] if value is not None}
+    environment = given.pop("environment", config.environment)
+    evaluation = config.evaluation.model_copy(update=given)
+    return config.model_copy(update={"environment": environment, "evaluation": evaluation})
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How an evaluation draws."""
+    own = {name: getattr(config.evaluation, name) for name in Sampling.model_fields}
+    return config.generation.sampling.model_copy(update={key: value for key, value in own.items() if value is not None})
 
 
 class FinishConfig(Section):

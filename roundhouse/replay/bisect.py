@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from roundhouse.config.loading import apply_override, digest_of_tree, flatten
+from roundhouse.config.operations import evaluation_sampling
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.replay.comparison import Comparison
 from roundhouse.replay.narrowing import NARROWING_BUDGET, Group, SubstitutedGroups, groups_in_words, smallest_set
@@ -151,11 +152,18 @@ def bisect(
     found.fall = find_fall(readings)
     if found.fall is None:
         return found
-    if metric == "held_out_reward" and not evaluate and run.config.evaluation.temperature == 0:
-        raise ConfigError(
-            "evaluation.temperature is 0: greedy rollouts say nothing of other weights. Add --evaluate, which asks the run's "
-            "engine, or take --metric reward."
-        )
+    drawn = evaluation_sampling(run.config)
+    if metric == "held_out_reward" and not evaluate:
+        for key, unfit in (
+            ("temperature", drawn.temperature == 0),
+            ("top_p", drawn.top_p < 1),
+            ("top_k", drawn.top_k is not None),
+        ):
+            if unfit:
+                raise ConfigError(
+                    f"evaluation.{key} is {getattr(drawn, key):g}: rollouts that are drawn so say nothing of other weights. "
+                    "Add --evaluate, which asks the run's engine, or take --metric reward."
+                )
     work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, budget, say)
     try:
         work.search()

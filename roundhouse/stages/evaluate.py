@@ -21,6 +21,7 @@ import numpy as np
 from roundhouse.collection.collector import deviation, mean, open_collector, refuse_many_failures, rollout_metrics
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RunConfig
+from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
@@ -56,8 +57,7 @@ def evaluate_version(
         raise no_heldout_task(config)
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     collection = open_collector(run, stage, version)
-    sampling = config.generation.sampling.model_copy(update={"temperature": config.evaluation.temperature})
-    collected = collection.collect(specs, sampling, engine_url, progress, on_policy=False)
+    collected = collection.collect(specs, evaluation_sampling(config), engine_url, progress, on_policy=False)
     refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     threshold, environment = config.evaluation.success_threshold, config.environment
@@ -82,14 +82,6 @@ def set_of(stage: str) -> str | None:
     """The name in `evaluation.sets` whose stage this is; None of all other stages."""
     name = stage.removeprefix(stage_of(""))
     return None if name == stage else name
-
-
-def with_set(config: RunConfig, name: str) -> RunConfig:
-    """The configuration as one of `evaluation.sets` changes it."""
-    given = {key: value for key, value in config.evaluation.sets[name] if value is not None}
-    environment = given.pop("environment", config.environment)
-    evaluation = config.evaluation.model_copy(update=given)
-    return config.model_copy(update={"environment": environment, "evaluation": evaluation})
 
 
 def no_heldout_task(config: RunConfig) -> ConfigError:

@@ -23,6 +23,7 @@ from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
 from roundhouse.config.generation import IN_FLOW, IN_TRAINER, inflight_requests
 from roundhouse.config.models import KubernetesInfra
+from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.generation.deployment import EngineService, ProcessEngine, RayServeEngine, ServeEndpoint
@@ -178,14 +179,17 @@ OWN_REQUESTS = ("agent", "nemo_gym")
 
 
 def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
-    """The sampling that the engine accepts from an agent server, whose requests are its own: that of training, and that of
-    evaluation. None where our own loop asks, which holds each row against `generation.sampling` itself."""
+    """The sampling that the engine accepts from an agent server, whose requests are its own: that of training, and those of the
+    evaluations. None where our own loop asks, which holds each row against `generation.sampling` itself."""
     config = run.config
     if not any(each.kind in OWN_REQUESTS for each in environments_in(config.environment).values()):
         return None
-    training = config.generation.sampling.model_dump(include=set(SAMPLED))
-    evaluation = training | {"temperature": config.evaluation.temperature}
-    return [training] if evaluation == training else [training, evaluation]
+    evaluations = [config, *(with_set(config, name) for name in config.evaluation.sets)]
+    accepted: list[dict[str, Any]] = []
+    for sampling in (config.generation.sampling, *map(evaluation_sampling, evaluations)):
+        if (drawn := sampling.model_dump(include=set(SAMPLED))) not in accepted:
+            accepted.append(drawn)
+    return accepted
 
 
 def start_engine(run: Run) -> None:

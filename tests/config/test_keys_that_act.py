@@ -151,6 +151,9 @@ EVALUATED: Tree = {
     "tasks": 3,
     "samples": 5,
     "temperature": 0.25,
+    "top_p": 0.75,
+    "top_k": 7,
+    "max_new_tokens": 9,
     "success_threshold": 0.5,
 }
 """Of each key of an evaluation, what changes the answer of `evaluated`."""
@@ -166,7 +169,8 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         def collect(specs: Any, sampling: Any, *given: Any, **named: Any) -> Any:
             found["environment"] = specs[0].row["responses_create_params"]["input"][0]["content"][:12]
             found["tasks"] = len({spec.group_id for spec in specs})
-            found["samples"], found["temperature"] = len(specs) // found["tasks"], sampling.temperature
+            found["samples"] = len(specs) // found["tasks"]
+            found.update(sampling.model_dump())
             played = [Rollout(spec.group_id, spec.sample, {}, "e", Status.COMPLETED, reward=0.6) for spec in specs]
             return mock.Mock(rollouts=played)
 

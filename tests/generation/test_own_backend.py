@@ -87,8 +87,13 @@ def test_what_no_backend_can_be_made_of_is_refused(policies: dict[str, Path]) ->
     unfinished = CONFIG.model_copy(update={"backend": BACKEND.replace("PlainBackend", "Unfinished")})
     with pytest.raises(ConfigError, match="does not define generate"):
         create_backend(configure_generation_config(unfinished, tokenizer), str(policies["first"]))
-    with pytest.raises(ConfigError, match=r"Set evaluation\.temperature to 0\.7 or 0"):
+    with pytest.raises(ConfigError, match=r"Set evaluation\.temperature to 0\.7, or .*temperature to 0"):
         parse_config({"run_id": "r", "generation": {"backend": BACKEND, "temperature": 0.7}})
+    sets = {"evaluation": {"sets": {"cut": {"top_p": 0.5}}}}
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.cut\.top_p is 0\.5, but generation\.backend"):
+        parse_config({"run_id": "r", "generation": {"backend": BACKEND}} | sets)
+    with pytest.raises(ConfigError, match=r"evaluation\.sets\.cut\.max_new_tokens \(512\) leaves no room"):
+        parse_config({"run_id": "r", "evaluation": {"sets": {"cut": {"max_new_tokens": 512}}}})
     for generation, told in (
         ({"backend": "sglang"}, "module:Class for one of your own"),
         ({"backend": BACKEND, "tool_call_parser": "llama3_json"}, "reads hermes alone"),

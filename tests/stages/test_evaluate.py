@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from roundhouse.config.loading import parse_config
+from roundhouse.config.operations import with_set
 from roundhouse.errors import ConfigError
-from roundhouse.stages.evaluate import evaluate_version, evaluation_metrics, set_of, stage_of, with_set
+from roundhouse.stages.evaluate import evaluate_version, evaluation_metrics, set_of, stage_of
 from roundhouse.stages.report import _evaluation
 from roundhouse.store.run import open_run
 

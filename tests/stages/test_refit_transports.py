@@ -61,7 +61,7 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     environment = {"kind": kind, "url": "http://127.0.0.1:1", "train_tasks": "rows.jsonl"}
     keys = {
         "environment": environment,
-        "evaluation": {"temperature": 0.0},
+        "evaluation": {"temperature": 0.0, "sets": {"cut": {"temperature": 0.7, "top_p": 0.5}, "same": {"tasks": 3}}},
         "generation": {"backend": "transformers", "sampling": {"temperature": 0.7}},
         "infra": {"state": str(tmp_path / "state")},
     }
@@ -77,7 +77,8 @@ def test_an_engine_that_agent_servers_ask_is_told_which_sampling_the_run_draws_w
     with pytest.raises(EngineGone):
         ensure_version(run, start, FakeEngine("http://127.0.0.1:1"))
     training = {"temperature": 0.7, "top_p": 1.0, "top_k": None}
-    told = [training, training | {"temperature": 0.0}] if kind == "agent" else None
+    evaluations = [training | {"temperature": 0.0}, training | {"top_p": 0.5}]
+    told = [training, *evaluations] if kind == "agent" else None
     assert [one.get("sampling") for one in asked] == [told]
 
 
