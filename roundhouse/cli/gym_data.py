@@ -288,6 +288,8 @@ def materialization(
                 params[name] = one.value
             case ("num_repeats_add_seed",) if isinstance(one.value, bool):
                 add_seed = one.value
+            case ("num_samples_in_parallel",):
+                raise ConfigError(f"The override {one.text!r} is the option --concurrency here; 0: all at once.")
             case _:
                 raise ConfigError(
                     f"The override {one.text!r} is about nothing of a collection: "

@@ -131,6 +131,7 @@ def test_collate_writes_the_datasets_of_a_configuration(tasks: Path, tmp_path: P
         (["-o", "y", "--environment", "sort"], "--environment needs --engine-url"),
         (["-o", "y", "--agent-url", "http://127.0.0.1:1"], "--input is missing"),
         (["-o", "y", "--agent-url", "http://a", "+temperature=1"], "is about nothing of a collection"),
+        (["-o", "y", "--agent-url", "http://a", "+num_samples_in_parallel=4"], "is the option --concurrency here"),
     ],
 )
 def test_options_that_cannot_work_are_refused_in_words(arguments: list[str], told: str):

@@ -146,6 +146,17 @@ def test_a_capture_setting_that_our_model_server_does_not_follow_is_a_problem(wr
     assert (theirs.problems, "not by roundhouse gym collect" in "".join(theirs.warnings)) == ([], True)
 
 
+@pytest.mark.parametrize("key", ["global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host"])
+def test_a_limit_of_connections_that_our_servers_do_not_follow_is_a_problem(write, resolved, key):
+    write("a.yaml", f"{OURS}{key}: 16384\n")
+    assert f"{key} is 16384, which Roundhouse's servers do not follow" in only_problem(resolved("a.yaml"))
+    write("b.yaml", WEATHER + MODEL + f"{key}: 16384\n")
+    theirs = resolved("b.yaml", overrides=SETTINGS)
+    assert (theirs.problems, theirs.warnings) == ([], []), "NeMo Gym's own servers receive it"
+    both = resolved("b.yaml", overrides=SETTINGS, ours=True)
+    assert (both.problems, len(both.warnings)) == ([], 1)
+
+
 def test_an_unknown_capture_setting_is_a_problem(write, resolved):
     write("a.yaml", f"{OURS}token_id_capture: {{enable: true}}\n")
     assert "token_id_capture.enable is not known" in only_problem(resolved("a.yaml"))
