@@ -1,5 +1,6 @@
 """A recipe directory (configuration, workspace, data) is found and played; what is wrong with one is named."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from roundhouse.import_string import load_class
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.stages.preflight import refuse_unready
+from tests.generation.tiny import make_model
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 RECIPE = Path(__file__).parent / "recipe" / "quiz"
@@ -42,6 +45,13 @@ async def test_a_recipe_is_played_from_its_configuration() -> None:
     assert [rollout.reward for rollout in rollouts] == [1.0] * 4
     assert rollouts[0].metrics == {"llm_calls": 2.0, "answer_length": 5.0}
     assert [turn.trained for turn in rollouts[0].turns] == [False, True]
+
+
+def test_the_recipe_trains_as_it_is(tmp_path: Path) -> None:
+    """Nothing but its policy has to be installed; it had no held-out items, and evaluated on them."""
+    model = json.dumps({"kind": "pretrained", "path": str(make_model(tmp_path / "model", seed=1))})
+    config = load_config(RECIPE / "quiz.yaml", [f"policy={model}", f"store={tmp_path / 'store'}"])
+    refuse_unready(config)
 
 
 def environment(**changes: object) -> WorkerEnvironment:
