@@ -33,8 +33,11 @@ from roundhouse.compat.nexrl.resources import (
     execute,
     execute_async,
 )
+from roundhouse.compat.nexrl.tracker import ActivityTracker, ActivityTrackerProxy
 
 __all__ = [
+    "ActivityTracker",
+    "ActivityTrackerProxy",
     "AgentEvaluationTarget",
     "AgentRolloutWorker",
     "BaseDataLoader",

@@ -53,6 +53,7 @@ from typing import Any, ClassVar, Literal
 import orjson
 
 from roundhouse.compat.nexrl.plain import PlainClient, WorkerConfig
+from roundhouse.compat.nexrl.tracker import ActivityTracker
 from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
@@ -304,6 +305,7 @@ class BaseRolloutWorker:
         self.llm = llm
         self._llm_client = PlainClient(llm)
         """The name that NexRL's recipes know."""
+        self._activity_tracker = ActivityTracker()
         self._task: dict[str, Any] = {}
         if evaluator is not None:
             self.evaluator = evaluator
