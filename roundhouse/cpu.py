@@ -14,6 +14,9 @@ stage that measures the process. So the seconds of stages that run concurrently 
 
 What a thread within the block lets other threads compute is attributed to the process. Where the system does not report one
 thread's CPU time to others (Linux does), it is subtracted from the process's when the thread leaves the block.
+
+Programs: other processes of this machine that work for this one (`ProgramCpu`). Each of their seconds is given at most once: to
+the stage that takes it, or as lost, where a program ended without a result.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 SEVERAL_THREADS_FROM = 10_000_000
@@ -121,3 +125,68 @@ def process_seconds() -> float:
         )
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return usage.ru_utime + usage.ru_stime - elsewhere
+
+
+@dataclass(eq=False, slots=True)
+class ProgramCpu:
+    """CPU seconds of one program, with those of all processes that it started."""
+
+    stage: str
+    """That it works for: the URI of its directory, or its kind where a program serves one iteration after another."""
+    read: Callable[[], float]
+    """CPU seconds so far, as the system has them: a lower bound, since those of a process that nobody waited for are gone."""
+    seconds: float = 0.0
+    """The most that was read."""
+    given: float = 0.0
+    """Of these, taken by a stage or lost."""
+    has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        with _lock:
+            _programs.append(self)
+
+    def end(self, seconds: float, *, is_lost: bool) -> None:
+        """It used so many seconds in all. Those of a lost program that no stage has taken before are lost."""
+        global _lost
+        with _lock:
+            self.seconds, self.has_ended = max(self.seconds, seconds), True
+            if is_lost:
+                _lost += self.give()
+
+    def look(self) -> float:
+        """Its seconds up to now."""
+        if not self.has_ended:
+            self.seconds = max(self.seconds, self.read())
+        return self.seconds
+
+    def give(self) -> float:
+        """The seconds up to now that were not given before."""
+        global _of_ended
+        before, self.given = self.given, self.look()
+        if self.has_ended:
+            _programs.remove(self)
+            _of_ended += self.seconds
+        return self.given - before
+
+
+_programs: list[ProgramCpu] = []
+"""Those that run, or that have ended with seconds to give."""
+_of_ended = 0.0
+"""Seconds of programs that have ended and given all."""
+_lost = 0.0
+"""Of all programs, the seconds that are lost."""
+
+
+def programs_seconds() -> tuple[float, float]:
+    """CPU seconds that the programs of this process have used up to now; and how many of these are lost."""
+    with _lock:
+        return _of_ended + sum(program.look() for program in _programs), _lost
+
+
+def take_seconds(stage: str, *, as_lost: bool = False) -> float:
+    """What the programs of a stage have used and was not given before. `as_lost`: for nothing, since their attempt failed."""
+    global _lost
+    with _lock:
+        taken = sum(program.give() for program in list(_programs) if program.stage == stage)
+        _lost += taken if as_lost else 0.0
+    return taken

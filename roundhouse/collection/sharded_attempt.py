@@ -30,6 +30,7 @@ from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished
 from roundhouse.config.gym_servers import HEAD_VARIABLE
 from roundhouse.config.models import Sampling
 from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
+from roundhouse.cpu import take_seconds
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
 from roundhouse.retry import Backoff
@@ -244,12 +245,10 @@ class ShardedAttempt:
         return self._checked(shard, report, fresh=True)
 
     def take(self, outcomes: Sequence[ShardOutcome]) -> None:
-        """Make the shards' files the attempt's, and their costs too."""
+        """Make the shards' files the attempt's."""
         for outcome in outcomes:
             for entry in outcome.report.files:
                 self._attempt.adopt(FileEntry.model_validate(entry))
-            if outcome.fresh:
-                self._attempt.charge(outcome.report.cpu_seconds, of_other_process=True)
         self._outcomes += outcomes
 
     def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
@@ -295,6 +294,11 @@ class ShardedAttempt:
                 "shards": [outcome.details() for outcome in self._outcomes],
             },
         }
+        if used := take_seconds(self.stage.location.uri):
+            self._attempt.charge(used)
+        else:  # workers elsewhere, whose own count is the only one
+            reported = [outcome.report.cpu_seconds for outcome in self._outcomes if outcome.fresh]
+            self._attempt.charge(sum(reported), of_other_process=True)
         reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | recorded)
         # What workers left for each other is not needed any more
         location = self.stage.location

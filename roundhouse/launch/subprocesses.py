@@ -2,6 +2,7 @@
 
 Invariant: a program ends before `run` returns, within its time limit, and not later than the process that started it: the
 kernel ends it with its parent, and all that it has started carries its mark. Ranks are torchrun's, and listen on loopback only.
+Its CPU seconds are the system's (`roundhouse.cpu.ProgramCpu`), however it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from roundhouse.activity import ACTIVITY
+from roundhouse.cpu import ProgramCpu
 from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import processes
@@ -33,6 +37,7 @@ _FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\
 """In torchrun's report."""
 POLL_SECONDS = 0.5
 """How often the process's log is looked at for a sign of life."""
+_REAP_SECONDS = 0.05
 ENDING_SECONDS = 5.0
 """Grace period in which a process that was asked to end stores what it has."""
 RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -65,7 +70,7 @@ class SubprocessLauncher(Launcher):
             program.timeout_key,
             {**RANKS_MEET_BY_FILE, **program.environment},
         )
-        if (code := process.run(program.stage, said, stopped)) != 0:
+        if (code := process.run(program.stage, said, stopped, program.stage_uri)) != 0:
             raise (
                 _error_of_ranks(process, program, code)
                 if ranks
@@ -119,13 +124,20 @@ class ChildProcess:
     environment: Mapping[str, str] = field(default_factory=dict)
     """More than it inherits."""
 
-    def run(self, module: str, said: Say | None = None, stopped: threading.Event | None = None) -> int:
+    def run(
+        self,
+        module: str,
+        said: Say | None = None,
+        stopped: threading.Event | None = None,
+        stage_uri: str = "",
+    ) -> int:
         """The process's exit code. Each line that it writes is a sign of life.
 
         Args:
             module: whose activity it is.
             said: given each line of the log, once and in order.
             stopped: once set, the process is asked to end, and killed if it does not.
+            stage_uri: of the stage that takes its CPU seconds; the next one of `module` where it serves several.
 
         Raises:
             InfraError: it took too long.
@@ -141,12 +153,19 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            leader = psutil.Process(process.pid)
+            cpu = ProgramCpu(stage_uri or module, lambda: _seconds_of(_tree(leader)))
+            used, is_lost = 0.0, True
             try:
                 with ACTIVITY.track(module, "process", where=f"pid {process.pid}, log {self.log}"):
-                    return self._wait(process, said, stopped)
+                    code, used = self._wait(process, said, stopped)
+                is_lost = code != 0
+                return code
+            except Stopped:
+                is_lost = False
+                raise
             finally:
-                processes.end(lambda: processes.carrying(mark), grace_seconds=ENDING_SECONDS, first=[process.pid])
-                process.wait()
+                cpu.end(used + _end(process, mark), is_lost=is_lost)
 
     def error_of(self, code: int) -> RoundhouseError:
         """What an exit code says, with the end of the log."""
@@ -154,23 +173,21 @@ class ChildProcess:
 
     def _wait(
         self, process: subprocess.Popen[bytes], said: Callable[[str], None] | None, stopped: threading.Event | None
-    ) -> int:
+    ) -> tuple[int, float]:
+        """Exit code and CPU seconds."""
         deadline = time.monotonic() + self.timeout_seconds
         with self.log.open("rb") as log:
             rest = b""
             while True:
-                try:
-                    code = process.wait(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
-                except subprocess.TimeoutExpired:
-                    code = None
+                ended = _reap(process, max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
                 if text := log.read():
                     ACTIVITY.advance()
                     *lines, rest = (rest + text).split(b"\n")
                     if said is not None:
                         for line in lines:
                             said(line.decode(errors="replace"))
-                if code is not None:
-                    return code
+                if ended is not None:
+                    return ended
                 if stopped is not None and stopped.is_set():
                     raise Stopped
                 if time.monotonic() >= deadline:
@@ -182,3 +199,51 @@ class ChildProcess:
     def last_lines(self) -> str:
         """The end of its log."""
         return processes.end_of_log(self.log, _LAST_LINES)
+
+
+def _reap(process: subprocess.Popen[bytes], seconds: float) -> tuple[int, float] | None:
+    """The exit code of a child and the CPU seconds of it and of all that it has waited for; None if it still runs."""
+    deadline = time.monotonic() + seconds
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime
+        if (left := deadline - time.monotonic()) <= 0:
+            return None
+        time.sleep(min(left, _REAP_SECONDS))
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> float:
+    """End a child, if it runs still, and all that carries its mark; the CPU seconds of what is ended here."""
+    deadline, used = time.monotonic() + ENDING_SECONDS, 0.0
+    if process.returncode is None:
+        process.terminate()
+        if (ended := _reap(process, ENDING_SECONDS)) is None:
+            process.kill()
+            ended = _reap(process, processes.KILL_SECONDS)
+        used = 0.0 if ended is None else ended[1]
+    # what it had not waited for, as ranks of a torchrun that was killed
+    used += _seconds_of(processes.carrying(mark))
+    left = max(0.0, deadline - time.monotonic())
+    processes.end(lambda: processes.carrying(mark), grace_seconds=left)
+    return used
+
+
+def _tree(leader: psutil.Process) -> list[psutil.Process]:
+    """A process and all below it, parents first: what ends meanwhile is missing, and never counted twice."""
+    try:
+        return [leader, *leader.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _seconds_of(found: Sequence[psutil.Process]) -> float:
+    """CPU seconds of processes that live, and of those that they have waited for."""
+    used = 0.0
+    for process in found:
+        try:
+            used += sum(process.cpu_times()[:4])  # user and system, then those of children that have ended
+        except psutil.Error:
+            continue
+    return used

@@ -215,16 +215,16 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
                                                                                 stored rollouts judged anew (CPU)
         repeated      calls that were on record and had to be made again
 
-    Money of judges is that of what they read and wrote (`cost.prices.judges`). CPU seconds of a driver's process
-    (`roundhouse.store.lease`) outside of the stages that it completed:
+    Money of judges is that of what they read and wrote (`cost.prices.judges`). CPU seconds of a driver's process and of its
+    programs on the same machine, shards and trainers (`roundhouse.store.lease`), outside of the stages that it completed:
 
-        interrupted   its process disappeared: attempts that were killed, without what they used after the last renewal of the
-                      lease (10 s, a sixth of its time)
+        interrupted   it disappeared: attempts that were killed, without what they used after the last renewal of the lease
+                      (10 s, a sixth of its time). And of any driver: programs that ended without a result
         pending       it is at work
         driver        it ended: the flow around the stages, attempts that failed, checkpoints that are deleted since
 
-    Not on record: killed processes that work for a driver (a trainer service, shards of a collection), and calls that were not
-    yet in the journal of their attempt, which is written every `collection.collector.FLUSH_SECONDS`.
+    Not on record: killed programs on other machines (Jobs, Ray), and calls that were not yet in the journal of their attempt,
+    which is written every `collection.collector.FLUSH_SECONDS`.
 
     Returns:
         `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}, "unpriced_judge_tokens": {model: …}}`: of the
@@ -308,7 +308,8 @@ def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]
 
 
 def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[str, float]:
-    """CPU seconds that the drivers of a run or replay used, without those of the stages that they committed, by cause."""
+    """CPU seconds that the drivers of a run or replay and their programs used, without those of the stages that they committed,
+    by cause."""
     found: dict[str, float] = {}
     drivers = all_drivers(place)
     for driver in drivers:
@@ -319,7 +320,10 @@ def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[s
         )
         alive = driver is drivers[-1] and not driver.is_over
         cause = "driver" if driver.released else "pending" if alive else "interrupted"
-        _add(found, {cause: max(0.0, driver.cpu_seconds - in_stages)})
+        outside = max(0.0, driver.cpu_seconds - in_stages)
+        lost = min(outside, driver.lost_cpu_seconds)
+        _add(found, {"interrupted": lost})
+        _add(found, {cause: outside - lost})
     return {cause: used for cause, used in found.items() if used}
 
 

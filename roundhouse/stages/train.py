@@ -30,6 +30,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
+from roundhouse.cpu import take_seconds
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import reference_version
@@ -104,6 +105,7 @@ def train_iteration(
     _prove_log_probs(run, attempt, recorded, columns, base)
     drifted = _offline_drift(run, iteration, recorded, columns)
     compute = result.seconds["total"]
+    attempt.charge(take_seconds(StageKind.TRAIN))
     return attempt.commit(
         inputs={"sequences": sequences, "base": base},
         counts={"sequences": result.sequences},
@@ -241,6 +243,7 @@ def _in_service(
         saved = {"save_seconds": time.monotonic() - began, "retrained_iterations": float(again)}
     except BaseException:
         trainer.close()
+        take_seconds(StageKind.TRAIN, as_lost=True)
         raise
     _resident[_key(run, iteration, written)] = trainer
     result = TrainStepResult(

@@ -34,6 +34,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from roundhouse.activity import announce
+from roundhouse.cpu import programs_seconds
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.process_identity import birth, boot_id, is_alive
@@ -70,8 +71,10 @@ class LeaseRecord(BaseModel):
     """Unchanged for so long, the record is over."""
     renewals: int = 0
     cpu_seconds: float = 0.0
-    """What the driver's process has used since it claimed the token, at the last renewal: of one that was killed, all but what
-    it used in a sixth of `seconds`."""
+    """What the driver's process and its programs on this machine (`roundhouse.cpu`) have used since it claimed the token, at
+    the last renewal: of one that was killed, all but what they used in a sixth of `seconds`."""
+    lost_cpu_seconds: float = 0.0
+    """Of these, what programs used that ended without a result."""
     released: bool = False
 
     @property
@@ -129,7 +132,7 @@ class Lease:
         self.fence = Fence(run=run.uri, token=record.token, nonce=record.nonce)
         self._place = run / DIRECTORY
         self._record = record
-        self._began_cpu = time.process_time()
+        self._began_cpu = _used()
         self._error: LeaseLost | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease {record.token}", daemon=True)
@@ -144,9 +147,7 @@ class Lease:
             LeaseLost: another process drives the run.
         """
         self.check()
-        self._record = self._record.model_copy(
-            update={"renewals": self._record.renewals + 1, "cpu_seconds": self._cpu_seconds()}
-        )
+        self._record = self._record.model_copy(update={"renewals": self._record.renewals + 1, **self._used()})
         _write(self._place, self._record)
 
     def check(self) -> None:
@@ -170,11 +171,12 @@ class Lease:
             self._thread.join(_LOOK_SECONDS)
         with contextlib.suppress(LeaseLost):
             self.check()
-            update = {"released": True, "cpu_seconds": self._cpu_seconds()}
-            _write(self._place, self._record.model_copy(update=update))
+            _write(self._place, self._record.model_copy(update={"released": True, **self._used()}))
 
-    def _cpu_seconds(self) -> float:
-        return round(time.process_time() - self._began_cpu, 3)
+    def _used(self) -> dict[str, float]:
+        """Fields of the record."""
+        found = zip(("cpu_seconds", "lost_cpu_seconds"), _used(), self._began_cpu, strict=True)
+        return {name: round(now - before, 3) for name, now, before in found}
 
     def _keep(self) -> None:
         while not self._ended.wait(self._record.seconds / _RENEWALS):
@@ -360,6 +362,12 @@ def _name(token: int) -> str:
 
 def _pause(holder: LeaseRecord) -> float:
     return min(_LOOK_SECONDS, holder.seconds / _RENEWALS)
+
+
+def _used() -> tuple[float, float]:
+    """CPU seconds of this process and its programs; of its lost programs."""
+    of_programs, lost = programs_seconds()
+    return time.process_time() + of_programs, lost
 
 
 def _machine() -> str:

@@ -152,8 +152,8 @@ class Manifest(BaseModel):
     """Seconds since the epoch."""
     finished_at: float
     resources: dict[str, float] = {}
-    """cpu_seconds of the processes that ran the stage, other_processes_cpu_seconds of those but the one that committed it, and
-    max_rss_mib of that one."""
+    """cpu_seconds of the processes that ran the stage, other_processes_cpu_seconds of those that the lease's record does not
+    count, and max_rss_mib of the one that committed it."""
 
     @field_validator("metrics")
     @classmethod

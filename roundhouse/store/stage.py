@@ -173,7 +173,8 @@ class Attempt:
         return self._provenance
 
     def charge(self, cpu_seconds: float, *, of_other_process: bool = False) -> None:
-        """Count the CPU time of another process or thread (`roundhouse.cpu`) that worked for this attempt."""
+        """Count the CPU time of a thread or program (`roundhouse.cpu`) that worked for this attempt. `of_other_process`: of one
+        that the lease's record does not count."""
         self._started_cpu -= cpu_seconds
         self._elsewhere += cpu_seconds if of_other_process else 0.0
 

@@ -1,28 +1,34 @@
 """Each token that was generated stands on the bill once, through forks, replays, re-scoring and branches, and each CPU second
-of a driver, of killed ones too."""
+of drivers and their programs, of killed ones too."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
+from roundhouse.cpu import take_seconds
+from roundhouse.launch.base import Stopped
+from roundhouse.launch.subprocesses import ChildProcess
 from roundhouse.replay import replay, rescore
 from roundhouse.replay.branches import _commit
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
 from roundhouse.store.lease import driving
 from roundhouse.store.location import Location
-from roundhouse.store.run import Run, load_run
+from roundhouse.store.run import Run, load_run, open_run
 from roundhouse.store.stage import Stage, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 from tests.replay import planted
@@ -137,3 +143,55 @@ def test_what_killed_drivers_used_is_on_the_bill_once(tmp_path: Path) -> None:
     assert -0.1 < lost < 2 * 0.5, (
         f"at most what was used after the last renewal is missing: {lost} s of {used} s, {bill}"
     )
+
+
+BURN = """
+import subprocess, sys, time
+if "child" in sys.argv:
+    subprocess.Popen([sys.executable, *sys.orig_argv[1:-1]])  # in its session, and never waited for
+while time.process_time() < 0.6:
+    pass
+print("burnt", flush=True)
+time.sleep(0 if "ends" in sys.argv else 600)
+"""
+"""A program that uses as many CPU seconds as this, and its child too; then it ends or waits."""
+BURNT, NOISE = 0.6, 0.15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends_by", "processes", "cause"),
+    [
+        (["ends"], None, 1, "driver"),
+        ([], signal.SIGKILL, 1, "interrupted"),
+        (["child"], signal.SIGKILL, 2, "interrupted"),
+        (["child"], "stopped", 2, "driver"),
+    ],
+    ids=["ends", "killed", "killed, its child not", "stopped"],
+)
+def test_cpu_seconds_of_a_program_are_on_the_bill_by_how_it_ended(
+    tmp_path: Path, arguments: list[str], ends_by: object, processes: int, cause: str
+) -> None:
+    config = make_config(tmp_path, iterations=1)
+    run, stopped, said = open_run(config), threading.Event(), list[str]()
+    program = ChildProcess("The program", ["-c", BURN, *arguments], tmp_path / "log", 120, "a.key")
+
+    def heard(line: str) -> None:
+        said.append(line)
+        if len(said) == processes and ends_by == "stopped":
+            stopped.set()
+        elif len(said) == processes and isinstance(ends_by, signal.Signals):
+            [leader] = [each for each in psutil.Process().children() if "burnt" in " ".join(each.cmdline())]
+            leader.send_signal(ends_by)
+
+    with driving(run.location) as lease, contextlib.suppress(Stopped):
+        before = time.process_time()
+        lease.renew()
+        bill = bill_of(run)["cpu_seconds"]
+        code = program.run("train", heard, stopped)
+        assert code == (0 if ends_by is None else -signal.SIGKILL)
+    own = time.process_time() - before
+    after = bill_of(run)["cpu_seconds"]
+    used = after[cause] - (own + bill.get("pending", 0.0) if cause == "driver" else 0.0)
+    assert used == pytest.approx(processes * BURNT, abs=processes * NOISE)
+    assert take_seconds("train") == (0 if cause == "interrupted" else pytest.approx(used, abs=NOISE))
+    assert take_seconds("train") == 0, "each second is given once"
