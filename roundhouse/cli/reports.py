@@ -91,7 +91,7 @@ WHY = {
     "judged": "answers of a rubric's judge, and stored rollouts judged anew",
     "repeated": "calls on record that had to be made again",
     "interrupted": "attempts and programs that were killed, up to their last sign of life",
-    "driver": "the flow around the stages, failed attempts, deleted checkpoints",
+    "driver": "the flow around the stages, checks of the engine, failed attempts, deleted checkpoints",
 }
 """What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
 

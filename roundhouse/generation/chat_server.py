@@ -234,6 +234,7 @@ METRICS = {
     "roundhouse_engine_ready": "Whether the replica answers with the wanted version.",
     "roundhouse_engine_policy_version": "Version that it answers with; -1 before the first.",
     "roundhouse_engine_wanted_version": "Version that is wanted of it; -1 before the first.",
+    "roundhouse_engine_generated_tokens_total": "Tokens of its answers since it started.",
     "roundhouse_engine_refits_total": "Refits since it started.",
     "roundhouse_engine_refit_seconds": "Duration of the newest refit.",
 }
@@ -256,6 +257,7 @@ def metrics_page(status: dict[str, Any]) -> str:
         "roundhouse_engine_ready": int(holds_desired_version(status)),
         "roundhouse_engine_policy_version": -1 if status["policy_version"] is None else status["policy_version"],
         "roundhouse_engine_wanted_version": -1 if wanted is None else wanted,
+        "roundhouse_engine_generated_tokens_total": status["generated_tokens"],
         "roundhouse_engine_refits_total": status["refits"],
         "roundhouse_engine_refit_seconds": status["refit_seconds"],
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,6 +110,17 @@ def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
         return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
     except (httpx.HTTPError, ValueError, KeyError):
         return []
+
+
+def counted_tokens(replicas: Iterable[ReplicaReport]) -> dict[str, int]:
+    """What replicas have generated up to now, by counter."""
+    return {each.token_counter: each.generated_tokens or 0 for each in replicas if each.token_counter is not None}
+
+
+def counted_at(engine_url: str) -> dict[str, int]:
+    """`counted_tokens` of the engine of this base URL; empty where it does not say."""
+    with _client(engine_url, {}) as client:
+        return counted_tokens(replicas_at(client))
 
 
 def engine_arguments(config: GenerationConfig) -> dict[str, Any]:

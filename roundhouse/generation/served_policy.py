@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -189,6 +190,7 @@ class ServedPolicy:
         self._failed_request: int | None = None
         self._poisoned = False
         self._asleep: str | None = None
+        self._generated_tokens, self._counter = 0, uuid.uuid4().hex
         self._refits = 0
         self._refit_seconds = 0.0
         self._retry: asyncio.Task[None] | None = None
@@ -217,6 +219,7 @@ class ServedPolicy:
                     generated = await self.engine.generate(prompt_token_ids, draw)
                 except GenerationAborted:
                     continue
+                self._generated_tokens += len(generated.token_ids)
                 if generated.versions is None:
                     return replace(generated, versions=[(version, len(generated.token_ids))])
                 return generated
@@ -417,6 +420,9 @@ class ServedPolicy:
             # The error may be of the desired state before, while the newest is being applied.
             "failed_request": self._failed_request,
             "poisoned": self._poisoned,
+            # Of all answers, also of those whose client had gone; another counter begins at 0.
+            "generated_tokens": self._generated_tokens,
+            "token_counter": self._counter,
             "refits": self._refits,
             "refit_seconds": self._refit_seconds,
         }

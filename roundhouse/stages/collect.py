@@ -21,6 +21,7 @@ from roundhouse.collection.collector import (
 from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
+from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.chat_template import template_in
 from roundhouse.rollout.branching import Branched, branched_groups, plan_branches
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
@@ -172,7 +173,11 @@ def _collect(
         | sampled.metrics()
         | branched.metrics()
         | draw.metrics(sampled.tasks),
-        details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()}
+        details={
+            "failures": ledger.failures,
+            "sampling": config.generation.sampling.model_dump(),
+            "engine_tokens": counted_at(engine_url),
+        }
         | sampled.details()
         | branched.details(),
     )

@@ -23,6 +23,7 @@ from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.errors import ConfigError
+from roundhouse.generation.deployment import counted_at
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import Progress
@@ -69,7 +70,7 @@ def evaluate_version(
         inputs={} if checkpoint is None else {"checkpoint": checkpoint},
         counts=ledger.counts(),
         metrics=metrics,
-        details={"failures": ledger.failures},
+        details={"failures": ledger.failures, "engine_tokens": counted_at(engine_url)},
     )
 
 

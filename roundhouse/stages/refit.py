@@ -26,7 +26,13 @@ from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
-from roundhouse.generation.deployment import EngineService, ProcessEngine, RayServeEngine, ServeEndpoint
+from roundhouse.generation.deployment import (
+    EngineService,
+    ProcessEngine,
+    RayServeEngine,
+    ServeEndpoint,
+    counted_tokens,
+)
 from roundhouse.generation.exchange import refuse_unfit_engine
 from roundhouse.infra.services import state_directory, status
 from roundhouse.rollout.clients import first_question
@@ -333,6 +339,8 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
     replicas = ensure_version(run, checkpoint, engine)
     if done is not None:
         return done
+    _hold_exchange(run, engine)  # before tokens are counted: its own are no rollout's
+    generated = counted_tokens(engine.replicas())
     return attempt.commit(
         inputs={"checkpoint": checkpoint},
         counts={"replicas": len(replicas)},
@@ -346,5 +354,6 @@ def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Referenc
                 for one in replicas
             ],
             "proof": {**proof_of(replicas), "format": _format(run)},
+            "engine_tokens": generated,
         },
     )

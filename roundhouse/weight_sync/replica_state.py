@@ -134,6 +134,9 @@ class ReplicaReport:
     """What it sleeps for, without weights."""
     placement_group: str | None = None
     """Id of Ray's, in which a trainer has a place near it."""
+    generated_tokens: int | None = None
+    """Of its answers, by the counter `token_counter`."""
+    token_counter: str | None = None
 
     @classmethod
     def parse(cls, status: dict[str, Any]) -> ReplicaReport:

@@ -129,6 +129,7 @@ def test_its_tokens_are_on_the_bill_as_judged(run: Run) -> None:
     stages = [judged(run, *stage) for stage in ((1, "collect"), (2, "collect"), (2, "evaluate"))]
     rollouts = [each for found in stages for same in found.values() for each in same]
     bill = bill_of(run)["tokens"]
-    said = bill.pop("judged")
+    said, checks = bill.pop("judged"), bill.pop("driver")
+    assert 0 < checks < 50, "what a run asks its engine before it relies on it"
     assert said == sum(each.metrics.get("judge_completion_tokens", 0) for each in rollouts) > 0
     assert sum(bill.values()) == sum(each.generated_tokens for each in rollouts)

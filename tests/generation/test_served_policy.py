@@ -12,10 +12,11 @@ import pytest
 from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
+from roundhouse.generation.deployment import counted_tokens
 from roundhouse.generation.protocol import Draw, EnginePoisoned, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.retry import Backoff
-from roundhouse.weight_sync.replica_state import DesiredPolicy
+from roundhouse.weight_sync.replica_state import DesiredPolicy, ReplicaReport
 
 
 class FaultyEngine:
@@ -90,6 +91,16 @@ async def test_a_refit_waits_for_requests_inside_and_those_that_come_wait_for_it
     engine.slow.set()
     await refit
     assert (await inside, await later) == (1, 2)
+
+
+async def test_tokens_of_every_answer_are_counted_and_another_policy_counts_anew(policy, engine, policies):
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
+    for _ in range(3):
+        await policy.answer([1], Draw(max_tokens=1))
+    await policy.apply(DesiredPolicy(2, str(policies["second"]), request=2))
+    [report] = counted_tokens([ReplicaReport.parse(policy.status())]).items()
+    assert report == (policy.status()["token_counter"], 3)
+    assert ServedPolicy(engine, str(policies["first"]), "r1").status()["token_counter"] != report[0]
 
 
 async def test_a_refit_that_breaks_off_makes_the_replica_unhealthy(policy, engine, policies):

@@ -89,6 +89,7 @@ def test_an_engine_is_ready_only_with_the_wanted_version() -> None:
         "policy_version": 3,
         "weights": "s3://b/3",
         "desired": {"policy_version": 3, "weights": "s3://b/3"},
+        "generated_tokens": 70,
         "refits": 4,
         "refit_seconds": 1.5,
     }

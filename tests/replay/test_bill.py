@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
@@ -26,13 +27,16 @@ from roundhouse.replay import replay, rescore
 from roundhouse.replay.branches import _commit
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
+from roundhouse.stages.policy import starting_policy
 from roundhouse.store.lease import driving
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run, open_run
 from roundhouse.store.stage import Stage, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.replay import planted
 from tests.replay.killed_driver import drive
+from tests.replay.trained import own_samples
 from tests.stages.offline_world import make_config
 
 FORKED = planted.Plant("forked", since=3, until=3, forked=planted.optimizer(learning_rate=0.02))
@@ -195,3 +199,53 @@ def test_cpu_seconds_of_a_program_are_on_the_bill_by_how_it_ended(
     assert used == pytest.approx(processes * BURNT, abs=processes * NOISE)
     assert take_seconds("train") == (0 if cause == "interrupted" else pytest.approx(used, abs=NOISE))
     assert take_seconds("train") == 0, "each second is given once"
+
+
+def counted_stage(run: Run, kind: str, engine_tokens: dict[str, int], made: list[Rollout]) -> None:
+    """A stage of the first iteration with the rollouts, at whose end the engine's counters stood so."""
+    attempt = run.begin(run.stage(1, kind), policy_version=0)
+    attempt.write_table("turns", turns_table(made))
+    attempt.write_table("rollouts", rollouts_table(made))
+    attempt.commit(details={"engine_tokens": engine_tokens})
+
+
+@pytest.mark.parametrize(
+    ("at_refit", "at_collect", "driver", "interrupted"),
+    [
+        ({"a": 0}, {"a": 64}, None, None),
+        ({"a": 2}, {"a": 96}, 2, 30),
+        ({"a": 2, "b": 1}, {"b": 11, "a": 76}, 3, 20),
+        ({"a": 2}, {"b": 500}, 2, None),
+        ({}, {}, None, None),
+    ],
+    ids=["all in rows", "some in none", "two replicas", "a replica that began anew", "an engine that does not count"],
+)
+def test_tokens_that_the_engine_counted_and_no_row_has_are_interrupted(
+    tmp_path: Path,
+    at_refit: dict[str, int],
+    at_collect: dict[str, int],
+    driver: int | None,
+    interrupted: int | None,
+) -> None:
+    run = open_run(make_config(tmp_path, iterations=1))
+    base = starting_policy(run)
+    made = own_samples(run, base, 1, torch.Generator().manual_seed(0))
+    assert sum(each.generated_tokens for each in made) == 64
+    counted_stage(run, "refit", at_refit, [])
+    counted_stage(run, "collect", at_collect, made)
+    bill = bill_of(run)["tokens"]
+    assert bill["pending"] == 64
+    assert (bill.get("driver"), bill.get("interrupted")) == (driver, interrupted)
+
+
+def test_no_token_is_called_interrupted_where_a_count_falls_into_another_stage(tmp_path: Path) -> None:
+    run = open_run(make_config(tmp_path, iterations=1))
+    base = starting_policy(run)
+    made = own_samples(run, base, 1, torch.Generator().manual_seed(0))
+    counted_stage(run, "refit", {"a": 0}, [])
+    overlapped = run.begin(run.stage(1, "collect"), policy_version=0)
+    counted_stage(run, "evaluate", {"a": 64}, [])  # of them, 64 are the collection's
+    overlapped.write_table("turns", turns_table(made))
+    overlapped.write_table("rollouts", rollouts_table(made))
+    overlapped.commit(details={"engine_tokens": {"a": 64}})
+    assert bill_of(run)["tokens"] == {"pending": 64, "evaluated": 0}
