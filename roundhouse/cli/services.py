@@ -133,9 +133,7 @@ def train_server(
     idle_seconds: Annotated[
         float, typer.Option("--idle-seconds", help="Silence that frees it for another run.")
     ] = 3600.0,
-    max_body_mib: Annotated[
-        int, typer.Option("--max-body-mib", help="Largest request, but for files of checkpoints.", min=1)
-    ] = 1024,
+    max_body_mib: Annotated[int, typer.Option("--max-body-mib", help="Largest request.", min=1)] = 1024,
 ) -> None:
     """Train for runs elsewhere, over HTTP: `train.service: {kind: remote, url: …}`."""
     import logging

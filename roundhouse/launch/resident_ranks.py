@@ -25,12 +25,11 @@ from roundhouse.config.training import TOKEN_VARIABLE, RankedService, ResidentSe
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.launch.base import Program, Stopped, open_launcher
 from roundhouse.store.location import Location
-from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.ranks import MODULE, SERVING, RanksSpec
-from roundhouse.training.service.verbs import Role, TrainService
+from roundhouse.training.service.verbs import TrainService
 from roundhouse.training.service.wire import ChannelService
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
 
 
 class ResidentRanks(ChannelService):
-    """The verbs on `service.processes` ranks of this machine; checkpoints pass by directory, and no byte crosses.
+    """The verbs on `service.processes` ranks of this machine.
 
     Raises:
         ConfigError: the launcher starts programs elsewhere, or the machine has fewer GPUs than ranks.
@@ -63,18 +62,6 @@ class ResidentRanks(ChannelService):
         )
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
         super().__init__(RanksChannel(http, opening, self.ranks))
-
-    def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
-    ) -> Cursor:
-        state = None if trainer_state is None else str(trainer_state.resolve())
-        asked = protocol.LoadDirectory(role=role, directory=str(directory.resolve()), trainer_state=state)
-        self._facts = None
-        return Cursor.model_validate_json(self.channel.change("load_directory", asked.model_dump_json().encode()))
-
-    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
-        asked = protocol.SaveDirectory(directory=str(directory.resolve()), cursor=cursor)
-        self.channel.change("save_directory", asked.model_dump_json().encode())
 
 
 def open_ranks(config: TrainConfig, temperature: float, service: TrainServiceConfig | None = None) -> TrainService:
@@ -111,11 +98,11 @@ class RanksChannel(HttpChannel):
         self._ranks.close()
         self.http.close()
 
-    def _until_answered(self, what: str, attempt: Callable[[], httpx.Response], *, with_body: bool = True) -> bytes:
+    def _until_answered(self, what: str, attempt: Callable[[], httpx.Response]) -> bytes:
         limit = self._ranks.service.timeout_seconds + MARGIN_SECONDS
         try:
             with ACTIVITY.track("train", "verb", what, patience=limit):
-                return super()._until_answered(what, attempt, with_body=with_body)
+                return super()._until_answered(what, attempt)
         except InfraError as error:
             raise self._ranks.lost(what, error) from error
 

@@ -18,7 +18,7 @@ from roundhouse.policy.gguf import gguf_file
 from roundhouse.policy.model_directory import bundled_file
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store import lease
-from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over, upload_model
+from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import ModelFiles, Reference, model_location
@@ -81,9 +81,7 @@ def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: s
     train = parent.config.train.model_copy(update=here | {"threads": fork.config.train.threads})
     machine = {"train": train, "infra": fork.config.infra, "placement": fork.config.placement}
     parent = replace(parent, config=parent.config.model_copy(update=machine))
-    with scratch_beside(location) as scratch:
-        write_with_optimizer(parent, origin, scratch, checkpoint_cache(fork.config))
-        return upload_model(location, attempt, scratch, move=True)
+    return write_with_optimizer(parent, origin, location, attempt, checkpoint_cache(fork.config))
 
 
 def write_untrained(run: Run, directory: Path) -> None:

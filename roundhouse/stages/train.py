@@ -45,21 +45,13 @@ from roundhouse.stages.freshness import (
 )
 from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
 from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
-from roundhouse.store.directories import (
-    checkpoint_cache,
-    directory_checked_meanwhile,
-    local_directory,
-    plain_directory,
-    scratch_beside,
-    upload_model,
-)
+from roundhouse.store.directories import StoredModel, checkpoint_cache
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import WEIGHTS_DIGEST, ModelFiles, Reference, model_location
 from roundhouse.store.run import TRAINER, Run, trained_since_state
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
 from roundhouse.trajectories.ledger import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
-from roundhouse.weight_sync.tensor_files import digest_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,10 +179,10 @@ def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: 
         if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here
             config = run.config.train.model_copy(update={"service": ResidentService()})
             trainer = Trainer.load(
-                local_directory(base, cache),
+                StoredModel.of(base, cache),
                 config,
-                reference_dir=reference_directory(run, cache, base.policy_version),
-                critic_dir=critic_directory(run, cache),
+                reference_dir=reference_model(run, cache, base.policy_version),
+                critic_dir=critic_model(run, cache),
                 seed=run.config.seed,
                 temperature=run.config.generation.sampling.temperature,
             )
@@ -236,10 +228,8 @@ def _in_service(
     try:
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
         report = trainer.step(batch, iteration, judged)
-        place, began = run.checkpoint(iteration).location, time.monotonic()
-        with scratch_beside(place) as directory:
-            trainer.save(directory, state=has_optimizer(run, iteration))
-            written = upload_model(place, attempt, directory, move=True)
+        began = time.monotonic()
+        written = trainer.store(run.checkpoint(iteration).location, attempt, state=has_optimizer(run, iteration))
         saved = {"save_seconds": time.monotonic() - began, "retrained_iterations": float(again)}
     except BaseException:
         trainer.close()
@@ -326,15 +316,15 @@ def has_optimizer(run: Run, version: int) -> bool:
     return version % run.config.checkpoint.optimizer_every == 0 or version == run.config.iterations
 
 
-def write_with_optimizer(run: Run, version: Reference, directory: Path, cache: Path) -> None:
-    """Write a version that was published without the trainer's state into an empty directory, with it.
+def write_with_optimizer(run: Run, version: Reference, place: Location, attempt: str, cache: Path) -> ModelFiles:
+    """Write a version that was published without the trainer's state to another checkpoint, with it.
 
     Raises:
         DataError: training the iterations since the newest state again does not give the recorded weights.
     """
     trainer, _ = _trainer_at(run, version, cache)
     try:
-        trainer.save(directory)
+        return trainer.store(place, attempt)
     finally:
         trainer.close()
 
@@ -348,7 +338,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     key = _key(run, base.policy_version, read_manifest(base).model_files)
     if (kept := _resident.pop(key, None)) is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
-            renewed = reference_directory(run, cache, base.policy_version)
+            renewed = reference_model(run, cache, base.policy_version)
             assert renewed is not None, "reference_every is refused where there is no reference"
             kept.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
         return kept, 0
@@ -358,19 +348,19 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
     service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
     try:
-        with directory_checked_meanwhile(origin, cache) as model:
-            state = model / TRAINER
-            trainer = Trainer.over(
-                service,
-                model,
-                config.train,
-                trainer_state=state if state.is_dir() else None,
-                reference_dir=reference_directory(run, cache, base.policy_version),
-                critic_dir=critic_directory(run, cache),
-                seed=config.seed,
-            )
+        model = StoredModel.of(origin, cache)
+        state = model / TRAINER
+        trainer = Trainer.over(
+            service,
+            model,
+            config.train,
+            trainer_state=state if state.is_dir() else None,
+            reference_dir=reference_model(run, cache, base.policy_version),
+            critic_dir=critic_model(run, cache),
+            seed=config.seed,
+        )
         if since:
-            _train_again(run, trainer, since, base, cache)
+            _train_again(run, trainer, since, base)
     except BaseException:
         service.close()
         raise
@@ -404,10 +394,10 @@ def critic_origin(run: Run) -> str | None:
     return None if section is None or section.model is None else _model_at(section.model, "critic.model")
 
 
-def critic_directory(run: Run, cache: Path) -> Path | None:
-    """Its directory on this machine."""
+def critic_model(run: Run, cache: Path) -> StoredModel | None:
+    """What is loaded of it."""
     origin = critic_origin(run)
-    return None if origin is None else plain_directory(Location(origin), cache)
+    return None if origin is None else StoredModel(uri=origin, cache=cache)
 
 
 def _model_at(source: str, key: str) -> str:
@@ -419,15 +409,15 @@ def _model_at(source: str, key: str) -> str:
     return place.uri
 
 
-def reference_directory(run: Run, cache: Path, base: int) -> Path | None:
-    """Its directory on this machine."""
+def reference_model(run: Run, cache: Path, base: int) -> StoredModel | None:
+    """What is loaded of it."""
     origin = reference_origin(run, base)
     if isinstance(origin, Reference):
-        return local_directory(origin, cache)
-    return None if origin is None else plain_directory(Location(origin), cache)
+        return StoredModel.of(origin, cache)
+    return None if origin is None else StoredModel(uri=origin, cache=cache)
 
 
-def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Reference, cache: Path) -> None:
+def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Reference) -> None:
     """Train the iterations that brought about `base` again, from their recorded sequences.
 
     Raises:
@@ -443,10 +433,10 @@ def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Refer
         judged = tolerances(batch.policy_versions, sequences.iteration - 1, tolerance_of(run.config))
         trainer.step(batch, sequences.iteration, judged)
     recorded = read_manifest(base).details.get(WEIGHTS_DIGEST)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as directory:
-        trainer.save(Path(directory), state=False)
-        found = digest_of(Path(directory))
+    place = run.checkpoint(base.policy_version).location
+    written = trainer.store(place, "again", state=False)
+    (place / written.directory).delete_tree()
+    found = written.weights_digest
     if found != recorded:
         raise DataError(
             f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and training iterations "

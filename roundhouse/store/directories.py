@@ -8,7 +8,8 @@ written again, even if another process believes it drives the run. Of a file onl
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
 
 A trainer saves into `scratch_beside` the checkpoint, and `upload_model` moves what is there: on a file store the bytes are
-written once. What hashes files as it writes them leaves a `FileDigests` beside them, and they are not read again.
+written once (`store_model` does both). What hashes files as it writes them leaves a `FileDigests` beside them, and they are not
+read again. A `StoredModel` names a model in the store, for whichever process loads it.
 
 `copy_object` copies an object from another directory of a store, without moving its bytes where that is possible. Afterwards
 the object is the target's own. Deleting or replacing it on either side is no matter to the other, because
@@ -23,13 +24,13 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
@@ -94,6 +95,17 @@ def scratch_beside(location: Location) -> Iterator[Path]:
         prefix=".saving-", dir=location.local_path if location.is_local else None
     ) as directory:
         yield Path(directory)
+
+
+def store_model(save: Callable[[Path], None], location: Location, attempt: str) -> ModelFiles:
+    """Have a model saved into an empty directory, and make its files those of an attempt at a checkpoint.
+
+    Args:
+        attempt: as of `upload_model`.
+    """
+    with scratch_beside(location) as directory:
+        save(directory)
+        return upload_model(location, attempt, directory, move=True)
 
 
 def upload_model(location: Location, attempt: str, directory: Path, *, move: bool = False) -> ModelFiles:
@@ -212,6 +224,73 @@ def _placed(staging: Path, target: Path) -> Path:
         if not target.is_dir():  # else another process was quicker; its copy is the same
             raise StoreError(f"cannot place the download in {target}: {error}") from error
     return target
+
+
+class StoredModel(BaseModel):
+    """A model's directory in the store, or one below it: what any process that reaches the store can load."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    uri: str
+    """Of a checkpoint, or of a plain model directory."""
+    checkpoint: Reference | None = None
+    """Whose digests hold; None: a plain directory, whose files right in it are all that is read."""
+    below: str = ""
+    """Such as `trainer/critic`."""
+    cache: Path | None = Field(default=None, exclude=True)
+    """Where this machine keeps what has to be downloaded."""
+
+    @classmethod
+    def of(cls, checkpoint: Reference, cache: Path) -> StoredModel:
+        return cls(uri=checkpoint.uri, checkpoint=checkpoint, cache=cache)
+
+    def __truediv__(self, name: str) -> StoredModel:
+        return self.model_copy(update={"below": f"{self.below}/{name}".removeprefix("/")})
+
+    def __str__(self) -> str:
+        return f"{self.uri}/{self.below}".rstrip("/")
+
+    def is_dir(self) -> bool:
+        """Whether it has a file."""
+        if self.checkpoint is not None:
+            names = list(read_manifest(self.checkpoint).model_files.by_name())
+        else:
+            names = model_location(Location(self.uri)).tree()
+        return not self.below or any(name.startswith(f"{self.below}/") for name in names)
+
+    @contextmanager
+    def read(self) -> Iterator[Path]:
+        """The whole model's directory on this machine, for a block that loads it."""
+        assert self.cache is not None, "set by the machine that reads"
+        if self.checkpoint is None:
+            yield plain_directory(Location(self.uri), self.cache)
+            return
+        with directory_checked_meanwhile(self.checkpoint, self.cache) as directory:
+            yield directory
+
+
+ModelSource = Path | StoredModel
+"""A directory of this machine, or one of the store."""
+
+
+@contextmanager
+def on_this_machine(model: ModelSource, state: ModelSource | None) -> Iterator[tuple[Path, Path | None]]:
+    """Directories for a block that loads a model and a trainer's state; what both are in is read once.
+
+    Raises:
+        StoreError: a file is missing or damaged, whatever the block has raised of it.
+    """
+    with ExitStack() as opened:
+        roots: dict[str, Path] = {}
+
+        def placed(source: ModelSource) -> Path:
+            if isinstance(source, Path):
+                return source
+            if source.uri not in roots:
+                roots[source.uri] = opened.enter_context(source.read())
+            return roots[source.uri] / source.below
+
+        yield placed(model), None if state is None else placed(state)
 
 
 def take_over(origin: Reference, location: Location, attempt: str) -> ModelFiles:

@@ -8,19 +8,19 @@ it, nor it in theirs but through the advantages, so it does not matter that its 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from roundhouse.config.algorithms import CriticConfig
 from roundhouse.errors import DataError
+from roundhouse.store.directories import ModelSource
 from roundhouse.training.algorithms.ppo import last_generated
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import CRITIC_DIRECTORY, TRAINER_DIRECTORY, Cursor
 from roundhouse.training.service.verbs import Gradient, Role, TokenBatch, TrainService, ValueBatch, token_positions
 
 
-def load_critic(service: TrainService, cursor: Cursor, start: Path, trainer_state: Path | None) -> None:
+def load_critic(service: TrainService, cursor: Cursor, start: ModelSource, trainer_state: ModelSource | None) -> None:
     """Give the service the critic that `trainer_state` continues, or a new one on the model in `start`.
 
     Raises:

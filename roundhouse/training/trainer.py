@@ -35,6 +35,9 @@ with gc_paused():
     from roundhouse.activity import ACTIVITY
     from roundhouse.config.models import TrainConfig
     from roundhouse.errors import ConfigError, DataError
+    from roundhouse.store.directories import ModelSource
+    from roundhouse.store.location import Location
+    from roundhouse.store.manifest import ModelFiles
     from roundhouse.training.algorithms import (
         Algorithm,
         AlgorithmInputs,
@@ -79,12 +82,12 @@ class Trainer:
     @classmethod
     def load(
         cls,
-        model_dir: Path,
+        model_dir: ModelSource,
         config: TrainConfig,
         *,
-        trainer_state: Path | None = None,
-        reference_dir: Path | None = None,
-        critic_dir: Path | None = None,
+        trainer_state: ModelSource | None = None,
+        reference_dir: ModelSource | None = None,
+        critic_dir: ModelSource | None = None,
         seed: int = 0,
         temperature: float = 1.0,
     ) -> Trainer:
@@ -108,12 +111,12 @@ class Trainer:
     def over(
         cls,
         service: TrainService,
-        model_dir: Path,
+        model_dir: ModelSource,
         config: TrainConfig,
         *,
-        trainer_state: Path | None = None,
-        reference_dir: Path | None = None,
-        critic_dir: Path | None = None,
+        trainer_state: ModelSource | None = None,
+        reference_dir: ModelSource | None = None,
+        critic_dir: ModelSource | None = None,
         seed: int = 0,
     ) -> Trainer:
         """Give the service a Hugging Face directory and, to continue, the `trainer/` directory that was saved in it.
@@ -206,6 +209,11 @@ class Trainer:
         self.learner.cursor = self.cursor.model_copy(update={"iteration": iteration})
         logger.info("iteration %d: %d updates in %.2f s", iteration, report.updates, report.seconds["total"])
         return report
+
+    def store(self, place: Location, attempt: str, *, state: bool = True) -> ModelFiles:
+        """Write what `save` writes to a checkpoint of the store, from where the weights are (`store_checkpoint`)."""
+        self._refuse_after_failure()
+        return self.learner.service.store_checkpoint(place, attempt, self.cursor if state else None)
 
     def save(self, directory: Path, *, state: bool = True) -> None:
         """Write the model's Hugging Face directory, and with `state` the trainer's under `trainer/`."""

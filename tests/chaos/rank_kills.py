@@ -43,7 +43,7 @@ VERBS = {
     "forward": "forward",
     "backward": "forward_backward",
     "update": "optim_step",
-    "save": "save_checkpoint",
+    "save": "store_checkpoint",
 }
 PHASES = (*VERBS, "publish")
 POLICY = {"kind": "warm_start", "steps": 3, "hidden_size": 256, "intermediate_size": 1024, "layers": 5}

@@ -24,7 +24,6 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
 from roundhouse.errors import InfraError
 from roundhouse.training.service import protocol
-from roundhouse.training.service.protocol import TransferredFile, write_checked
 from roundhouse.training.service.served import OpenEngine, ServedTrainEngine
 from roundhouse.training.service.wire import ChannelService
 
@@ -34,7 +33,7 @@ NAMING_SECONDS = 20.0
 
 
 class TrainActor:
-    """A served engine in an actor; files cross whole, one at a time."""
+    """A served engine in an actor."""
 
     def __init__(self, config: str, temperature: float, open_engine: OpenEngine | None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
@@ -46,16 +45,6 @@ class TrainActor:
         """A verb's HTTP status and body."""
         answer = self._engine.answer(verb, body)
         return answer.status, answer.body
-
-    def missing(self, files: bytes) -> list[str]:
-        return self._engine.shelf.missing(protocol.parse(protocol.FileList, files).files)
-
-    def put(self, sha256: str, data: bytes) -> None:
-        self._engine.shelf.put(sha256, data)
-
-    def get(self, sha256: str) -> bytes | None:
-        path = self._engine.shelf.find(sha256)
-        return None if path is None else path.read_bytes()
 
 
 class RayTrainService(ChannelService):
@@ -136,18 +125,6 @@ class ActorChannel:
 
     def change(self, verb: str, body: bytes) -> bytes:
         return protocol.accepted(*self._call("answer", verb, body))
-
-    def missing(self, files: list[TransferredFile]) -> list[str]:
-        return self._call("missing", protocol.FileList(files=files).model_dump_json().encode())
-
-    def send(self, file: TransferredFile, source: Path) -> None:
-        self._call("put", file.sha256, source.read_bytes())
-
-    def fetch(self, file: TransferredFile, target: Path) -> None:
-        data = self._call("get", file.sha256)
-        if data is None:
-            raise InfraError(f"The train actor has no {file.path} any more.")
-        write_checked(target, [data], file)
 
     def close(self) -> None:
         if ray.is_initialized():

@@ -11,16 +11,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import InfraError
 from roundhouse.retry import Backoff
 from roundhouse.training.service import protocol
-from roundhouse.training.service.protocol import CHUNK, TransferredFile, write_checked
 from roundhouse.training.service.wire import ChannelService
 
 logger = logging.getLogger(__name__)
@@ -79,36 +77,6 @@ class HttpChannel:
         self._number += 1
         return self._post(f"/v1/{verb}", body, {protocol.NUMBER_HEADER: str(self._number)})
 
-    def missing(self, files: list[TransferredFile]) -> list[str]:
-        listed = protocol.FileList(files=files).model_dump_json().encode()
-        return protocol.Digests.model_validate_json(self._post("/v1/missing", listed)).root
-
-    def send(self, file: TransferredFile, source: Path) -> None:
-        headers, path = self._session_header(), f"/v1/blobs/{file.sha256}"
-
-        def attempt() -> httpx.Response:
-            with source.open("rb") as stream:
-                chunks = iter(lambda: stream.read(CHUNK), b"")
-                return self.http.put(path, content=chunks, params={"size": str(file.size)}, headers=headers)
-
-        self._until_answered(file.path, attempt)
-
-    def fetch(self, file: TransferredFile, target: Path) -> None:
-        headers = self._session_header()
-
-        def attempt() -> httpx.Response:
-            with self.http.stream("GET", f"/v1/blobs/{file.sha256}", headers=headers) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    answer.read()
-                    return answer
-                try:
-                    write_checked(target, answer.iter_bytes(CHUNK), file)
-                except DataError as error:
-                    raise httpx.ReadError(str(error)) from error
-                return answer
-
-        self._until_answered(file.path, attempt, with_body=False)
-
     def close(self) -> None:
         if self._session is not None:
             try:
@@ -129,7 +97,7 @@ class HttpChannel:
             self._session = protocol.parse(protocol.SessionOpened, answer).session
         return {protocol.SESSION_HEADER: self._session}
 
-    def _until_answered(self, what: str, attempt: Callable[[], httpx.Response], *, with_body: bool = True) -> bytes:
+    def _until_answered(self, what: str, attempt: Callable[[], httpx.Response]) -> bytes:
         """Send until there is an answer, and return its body.
 
         Raises:
@@ -144,9 +112,7 @@ class HttpChannel:
             except httpx.TransportError as error:
                 problem = repr(error)
             if problem is None:
-                return protocol.accepted(
-                    answer.status_code, answer.content if with_body or not answer.is_success else b""
-                )
+                return protocol.accepted(answer.status_code, answer.content)
             if time.monotonic() + pause > deadline:
                 raise InfraError(
                     f"The train service at {self.http.base_url} did not answer to {what}: {problem}. Is it running? It is "

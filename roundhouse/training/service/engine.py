@@ -20,6 +20,9 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.store.directories import ModelSource, on_this_machine, store_model
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import ModelFiles
 from roundhouse.training.checkpoint import (
     CRITIC_DIRECTORY,
     TRAINER_DIRECTORY,
@@ -158,6 +161,9 @@ class TrainEngine:
         self._drop_gradient(role)
         return Applied(grad_norm=norm)
 
+    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+        return store_model(lambda directory: self.save_checkpoint(directory, cursor), place, attempt)
+
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         directory = Path(
             self.ranks.gather(str(directory))[0]
@@ -177,8 +183,12 @@ class TrainEngine:
         self.ranks.wait()
 
     def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+        self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
+        with on_this_machine(directory, trainer_state) as (model, state):
+            return self._load(model, state, role)
+
+    def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
         loaded: list[Scorer] = []
 
         def prepare(model: PreTrainedModel) -> None:
@@ -260,7 +270,7 @@ class TrainEngine:
                 module.training = True
 
     def weights_digest(self) -> tuple[str, int]:
-        """`digest_of_tensors` of the weights that `save_checkpoint` would write now, and how many tensors they are."""
+        """`digest_of_tensors` of the weights that `store_checkpoint` would write now, and how many tensors they are."""
         digests = held_digests(self.model)
         return digest_of_tensors(digests), len(digests)
 

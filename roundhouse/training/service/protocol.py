@@ -2,8 +2,8 @@
 
 Invariant: a control call carries the protocol header (which no web page can send across origins unasked) and, where the
 server has a token, the bearer token; a call that changes something carries its number (`CallLog`). Arrays travel as
-safetensors (`wire`), everything else as JSON. A file is taken only when its bytes have the digest that was announced, and its
-name stays inside its directory.
+safetensors (`wire`), everything else as JSON. No file crosses: the server reads and writes checkpoints in the store itself,
+with credentials of its own; names and digests alone are exchanged.
 
     GET    /health                    open to all; says nothing but that the server runs
     POST   /v1/session                OpenSession                    -> SessionOpened
@@ -13,13 +13,8 @@ name stays inside its directory.
     POST   /v1/forward_backward       wire: LossBatch, numbered      -> wire: Gradient
     POST   /v1/value_backward         wire: ValueBatch, numbered     -> wire: Gradient
     POST   /v1/optim_step             OptimStep, numbered            -> Applied
-    POST   /v1/missing                FileList                       -> digests that have to be sent
-    PUT    /v1/blobs/<sha256>?size=   bytes of a file
     POST   /v1/load_checkpoint        LoadCheckpoint, numbered       -> Cursor
-    POST   /v1/save_checkpoint        SavedCursor, numbered          -> FileList
-    GET    /v1/blobs/<sha256>                                        -> bytes of a file
-    POST   /v1/load_directory         LoadDirectory, numbered        -> Cursor         resident ranks of the driver's machine
-    POST   /v1/save_directory         SaveDirectory, numbered        -> {}             only (`ranks`)
+    POST   /v1/store_checkpoint       StoreCheckpoint, numbered      -> ModelFiles
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
 
@@ -41,39 +36,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
-from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.store.directories import StoredModel
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.verbs import Role
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "2"
+PROTOCOL = "3"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
 ARRAYS = "application/x-safetensors"
 
 READING = ("facts", *(f"forward/{role}" for role in Role))
-CHANGING = (
-    "forward_backward",
-    "value_backward",
-    "optim_step",
-    "load_checkpoint",
-    "save_checkpoint",
-    "load_directory",
-    "save_directory",
-)
+CHANGING = ("forward_backward", "value_backward", "optim_step", "load_checkpoint", "store_checkpoint")
 """The verbs: those of the first kind may be asked at any time, those of the second are numbered."""
 
 ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
@@ -82,6 +67,7 @@ ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
     "unauthorized": (401, ConfigError),
     "busy": (409, InfraError),
     "session": (410, InfraError),
+    "store": (507, StoreError),
     "infra": (500, InfraError),
 }
 """HTTP status, and what the client raises."""
@@ -117,38 +103,23 @@ class OptimStep(_Body):
     role: Role
 
 
-class FileList(_Body):
-    files: list[TransferredFile]
-
-
-class Digests(RootModel[list[str]]):
-    """Answer of `missing`."""
-
-
 class LoadCheckpoint(_Body):
     role: Role
-    files: list[TransferredFile]
-    trainer_state: list[TransferredFile] | None
+    model: StoredModel
+    trainer_state: StoredModel | None
     """None begins optimizer and cursor anew."""
 
 
-class LoadDirectory(_Body):
-    """`load_checkpoint` from directories that driver and service both see."""
-
-    role: Role
-    directory: str
-    trainer_state: str | None
+class StoreCheckpoint(_Body):
+    place: str
+    """URI of the checkpoint."""
+    attempt: str = Field(pattern=r"^[0-9a-zA-Z]{1,20}$")
+    cursor: Cursor | None
+    """None writes the weights alone."""
 
 
 class SavedCursor(RootModel[Cursor | None]):
-    """Body of `save_checkpoint`: None writes the weights alone."""
-
-
-class SaveDirectory(_Body):
-    """`save_checkpoint` to a directory that driver and service both see."""
-
-    directory: str
-    cursor: Cursor | None
+    """What ranks are sent of a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +150,8 @@ def refusal(error: RoundhouseError) -> CallReply:
         ("session", SessionLost),
         ("data", DataError),
         ("config", ConfigError),
+        ("infra", InfraError),  # a full disk is of both kinds
+        ("store", StoreError),
     )
     kind = next((name for name, held in kinds if isinstance(error, held)), "infra")
     body = json.dumps({"kind": kind, "message": str(error)}).encode()
@@ -310,81 +283,3 @@ class SessionLease:
         """End the session, if it is the valid one."""
         if self._session is not None and secrets.compare_digest(self._session.token.encode(), token.encode()):
             self._session = None
-
-
-CHUNK = 1 << 20
-
-
-class TransferredFile(BaseModel):
-    """One file of a directory."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str
-    """Relative, with forward slashes."""
-    size: int
-    sha256: str
-
-
-def list_files(directory: Path) -> list[TransferredFile]:
-    """All files below the directory, in order of their names."""
-    return [
-        TransferredFile(path=file.relative_to(directory).as_posix(), size=file.stat().st_size, sha256=digest(file))
-        for file in sorted(path for path in directory.rglob("*") if path.is_file())
-    ]
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of the file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def inside(directory: Path, name: str) -> Path:
-    """Where a file of this name belongs.
-
-    Raises:
-        DataError: the name leads out of the directory.
-    """
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or "\\" in name or "\0" in name or any(part in ("..", ".") for part in parts):
-        raise DataError(f"The file name {name!r} leads out of its directory.")
-    return directory.joinpath(*parts)
-
-
-def write_checked(target: Path, chunks: Iterable[bytes], announced: TransferredFile) -> None:
-    """Write a file, and keep it only when it is what was announced.
-
-    Raises:
-        DataError: size or digest differ.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".part")
-    taken = hashlib.sha256()
-    with partial.open("wb") as stream:
-        for chunk in chunks:
-            taken.update(chunk)
-            stream.write(chunk)
-    _adopt(partial, target, taken.hexdigest(), announced)
-
-
-async def write_checked_async(target: Path, chunks: AsyncIterator[bytes], announced: TransferredFile) -> None:
-    """`write_checked` for a body that arrives; it stops once more than the announced size came."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".part")
-    taken, size = hashlib.sha256(), 0
-    with partial.open("wb") as stream:
-        async for chunk in chunks:
-            size += len(chunk)
-            if size > announced.size:
-                break
-            taken.update(chunk)
-            stream.write(chunk)
-    _adopt(partial, target, taken.hexdigest() if size == announced.size else "", announced)
-
-
-def _adopt(partial: Path, target: Path, found: str, announced: TransferredFile) -> None:
-    if found != announced.sha256:
-        partial.unlink()
-        raise DataError(f"{announced.path} did not arrive as it was sent: its size or digest differs.")
-    os.replace(partial, target)

@@ -129,12 +129,10 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("save_checkpoint", SavedCursor(cursor).model_dump_json().encode(), directory=str(directory))
         super().save_checkpoint(directory, cursor)
 
-    def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
-    ) -> Cursor:
+    def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
         state = trainer_state and str(trainer_state)
         self._verbs.send("load_checkpoint", directory=str(directory), trainer_state=state, role=role)
-        return super().load_checkpoint(directory, trainer_state=trainer_state, role=role)
+        return super()._load(directory, trainer_state, role)
 
     def close(self) -> None:
         self._verbs.send("close")
@@ -190,7 +188,6 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs) -> None:
             spec.train,
             Path(scratch),
             open_engine=lambda config, temperature: LeadingEngine(config, temperature, ranks, verbs),
-            takes_directories=True,
         )
         token = os.environ[TOKEN_VARIABLE]
         service = Service(engine, token=token, idle_seconds=0.0, max_body_bytes=MAX_BODY_BYTES)

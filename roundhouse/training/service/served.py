@@ -1,53 +1,44 @@
-"""The engine of a train service: bodies in, answers out, checkpoints by way of the shelf.
+"""The engine of a train service: bodies in, answers out, checkpoints from the store and to it.
 
 Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
 model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
 
-The shelf holds checkpoint files by their digest, on the server's disk: a file under a digest has that digest. A checkpoint
-that the service wrote itself, and the model that it was started with, are never sent to it again.
+A checkpoint is loaded from the store and written to it by the process that holds the weights, or by its ranks: on a file store
+in place, from a bucket through a directory of this machine. Nothing here names it in a manifest: the driver publishes it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.store.directories import StoredModel, on_this_machine
+from roundhouse.store.location import Location
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.protocol import (
     ARRAYS,
     CallReply,
-    FileList,
     LoadCheckpoint,
-    LoadDirectory,
     LogProbs,
     OptimStep,
-    SavedCursor,
-    SaveDirectory,
-    TransferredFile,
-    inside,
-    list_files,
+    StoreCheckpoint,
     parse,
     refusal,
-    write_checked,
-    write_checked_async,
 )
 from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, TrainService, ValueBatch
 from roundhouse.training.service.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
-
-Asked = TypeVar("Asked", LoadDirectory, SaveDirectory)
 
 _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
@@ -67,20 +58,18 @@ class ServedTrainEngine:
         scratch: Path,
         *,
         open_engine: OpenEngine | None = None,
-        takes_directories: bool = False,
     ) -> None:
         """Args:
         model: Hugging Face directory; checkpoints of another architecture are refused. None takes the first one's.
         machine: its `device` and `threads` are used.
-        scratch: an empty directory on a disk with room for two checkpoints.
+        scratch: an empty directory; of a store that is a bucket, on a disk with room for two checkpoints.
         open_engine: None makes an engine in this process.
-        takes_directories: the driver is on this machine and may name directories, which no file has to cross for.
         """
         self._open_engine = open_engine or (lambda config, temperature: TrainEngine(config, temperature=temperature))
-        self._takes_directories = takes_directories
         self.architecture = None if model is None else _architecture(model)
-        self.shelf = Shelf(scratch / "blobs", model)
-        self._machine, self._scratch = machine, scratch
+        self._machine, self._cache = machine, scratch / "cache"
+        self._cached: dict[Role, str] = {}
+        """What was downloaded for each model, by its name in the cache."""
         self._engine: TrainService | None = None
 
     def answer(self, verb: str, body: bytes) -> CallReply:
@@ -92,12 +81,12 @@ class ServedTrainEngine:
             "value_backward": self._value_backward,
             "optim_step": self._optim_step,
             "load_checkpoint": self._load_checkpoint,
-            "save_checkpoint": self._save_checkpoint,
-            "load_directory": self._load_directory,
-            "save_directory": self._save_directory,
+            "store_checkpoint": self._store_checkpoint,
         }
         try:
             return works[verb](body)
+        except StoreError as error:
+            return refusal(type(error)(f"On the train service, which reads and writes the store itself: {error}"))
         except RoundhouseError as error:
             return refusal(error)
         except Exception as error:  # what torch raises on any fault of a device or of memory
@@ -135,49 +124,43 @@ class ServedTrainEngine:
         return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm, asked.role)))
 
     def _load_checkpoint(self, body: bytes) -> CallReply:
-        asked, directory = parse(LoadCheckpoint, body), self._scratch / "loading"
-        shutil.rmtree(directory, ignore_errors=True)
-        model = self._laid_out(asked.files, directory / "model")
-        state = None if asked.trainer_state is None else self._laid_out(asked.trainer_state, directory / "state")
-        found, served = _architecture(model), self.architecture
-        if served is not None and found != served and asked.role is not Role.CRITIC:
+        asked = parse(LoadCheckpoint, body)
+        model = self._reached(asked.model)
+        with on_this_machine(model, asked.trainer_state and self._reached(asked.trainer_state)) as (directory, state):
+            self._require_architecture(directory, asked.role)
+            cursor = self._held().load_checkpoint(directory, trainer_state=state, role=asked.role)
+        self._keep_cached(asked.role, directory)
+        return _json(cursor.model_dump())
+
+    def _store_checkpoint(self, body: bytes) -> CallReply:
+        asked = parse(StoreCheckpoint, body)
+        _require_seen(asked.place)
+        written = self._held().store_checkpoint(Location(asked.place), asked.attempt, asked.cursor)
+        return _json(written.model_dump())
+
+    def _reached(self, model: StoredModel) -> StoredModel:
+        _require_seen(model.uri)
+        return model.model_copy(update={"cache": self._cache})
+
+    def _require_architecture(self, model: Path, role: Role) -> None:
+        served = self.architecture
+        if served is None or role is Role.CRITIC:
+            return
+        if (found := _architecture(model)) != served:
             key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
             raise DataError(
                 f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
                 f"{served.get(key)!r}. Start a service with that model."
             )
-        cursor = self._held().load_checkpoint(model, trainer_state=state, role=asked.role)
-        shutil.rmtree(directory)
-        self.shelf.keep_only(None)
-        return _json(cursor.model_dump())
 
-    def _save_checkpoint(self, body: bytes) -> CallReply:
-        asked, directory = parse(SavedCursor, body), self._scratch / "saving"
-        shutil.rmtree(directory, ignore_errors=True)
-        self._held().save_checkpoint(directory, asked.root)
-        files = self.shelf.keep_only(directory)
-        shutil.rmtree(directory)
-        return _json(FileList(files=files).model_dump())
-
-    def _load_directory(self, body: bytes) -> CallReply:
-        asked = self._on_this_machine(parse(LoadDirectory, body))
-        state = None if asked.trainer_state is None else Path(asked.trainer_state)
-        cursor = self._held().load_checkpoint(Path(asked.directory), trainer_state=state, role=asked.role)
-        return _json(cursor.model_dump())
-
-    def _save_directory(self, body: bytes) -> CallReply:
-        asked = self._on_this_machine(parse(SaveDirectory, body))
-        self._held().save_checkpoint(Path(asked.directory), asked.cursor)
-        return _json({})
-
-    def _on_this_machine(self, asked: Asked) -> Asked:
-        if not self._takes_directories:
-            raise DataError("This train service takes checkpoints as files. Use load_checkpoint and save_checkpoint.")
-        return asked
-
-    def _laid_out(self, files: Sequence[TransferredFile], target: Path) -> Path:
-        self.shelf.lay_out(files, target)
-        return target
+    def _keep_cached(self, role: Role, directory: Path) -> None:
+        """Delete the downloads that no model was loaded from last: its critic lies in the policy's."""
+        if not directory.is_relative_to(self._cache):
+            return
+        self._cached[role] = directory.relative_to(self._cache).parts[0]
+        for path in self._cache.iterdir():
+            if path.name not in self._cached.values():
+                shutil.rmtree(path)
 
     def _held(self) -> TrainService:
         if self._engine is None:
@@ -209,69 +192,11 @@ def _architecture(model: Path) -> dict[str, Any]:
     return {key: value for key, value in held.items() if key not in _NO_ARCHITECTURE}
 
 
-class Shelf:
-    """Files in a directory of the server's own; `model` is read in place."""
-
-    def __init__(self, directory: Path, model: Path | None = None) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        files = list_files(model) if model is not None else []
-        self._model = {file.sha256: inside(model, file.path) for file in files if model is not None}
-
-    def find(self, sha256: str) -> Path | None:
-        """Path of the file, if it is here."""
-        path = self._model.get(sha256) or self._path(sha256)
-        return path if path.is_file() else None
-
-    def missing(self, files: Iterable[TransferredFile]) -> list[str]:
-        """Digests that are not here."""
-        return sorted({file.sha256 for file in files if self.find(file.sha256) is None})
-
-    async def receive(self, sha256: str, size: int, chunks: AsyncIterator[bytes]) -> None:
-        """Take a file that arrives."""
-        announced = TransferredFile(path=sha256, size=size, sha256=sha256)
-        await write_checked_async(self._path(sha256), chunks, announced)
-
-    def put(self, sha256: str, data: bytes) -> None:
-        """Take a file that is here whole."""
-        announced = TransferredFile(path=sha256, size=len(data), sha256=sha256)
-        write_checked(self._path(sha256), [data], announced)
-
-    def lay_out(self, files: Iterable[TransferredFile], target: Path) -> None:
-        """Build a directory of these files; they are links where the disk allows it.
-
-        Raises:
-            DataError: a file is not here.
-        """
-        target.mkdir(parents=True)
-        for file in files:
-            held, placed = self.find(file.sha256), inside(target, file.path)
-            if held is None:
-                raise DataError(f"{file.path} ({file.sha256[:12]}) was not sent before load_checkpoint.")
-            placed.parent.mkdir(parents=True, exist_ok=True)
-            _link(held, placed)
-
-    def keep_only(self, directory: Path | None) -> list[TransferredFile]:
-        """Drop everything but the model and the files of this directory, which are taken in; return those."""
-        files = list_files(directory) if directory is not None else []
-        for file in files:
-            assert directory is not None
-            if self.find(file.sha256) is None:
-                _link(directory / file.path, self._path(file.sha256))
-        kept = {file.sha256 for file in files}
-        for path in self._directory.iterdir():
-            if path.name not in kept:
-                path.unlink()
-        return files
-
-    def _path(self, sha256: str) -> Path:
-        if len(sha256) != 64 or not sha256.isalnum() or not sha256.isascii():
-            raise DataError(f"{sha256[:80]!r} is no SHA-256 digest.")
-        return self._directory / sha256
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+def _require_seen(uri: str) -> None:
+    """Refuse a directory of a file store that this machine does not have, rather than make one of its name."""
+    location = Location(uri)
+    if location.is_local and not location.local_path.is_dir():
+        raise ConfigError(
+            f"{uri} is not on the train service's machine, which reads and writes checkpoints in the store itself. Set store "
+            "(of a model, its path) to s3://… or to a path that both machines share."
+        )

@@ -22,7 +22,6 @@ from roundhouse.fast_imports import gc_paused
 with gc_paused():
     import uvicorn
     from fastapi import FastAPI, Request, Response
-    from fastapi.responses import FileResponse, JSONResponse
 
     from roundhouse.config.training import TOKEN_VARIABLE
     from roundhouse.errors import ConfigError, DataError, RoundhouseError
@@ -108,23 +107,6 @@ class Service:
             self._require_session(request)
             return _response(answer)
 
-    async def missing(self, request: Request) -> Response:
-        self._require_session(request)
-        asked = protocol.parse(protocol.FileList, await self._read(request))
-        return JSONResponse(self.engine.shelf.missing(asked.files))
-
-    async def put_blob(self, request: Request, sha256: str, size: int) -> Response:
-        self._require_session(request)
-        await self.engine.shelf.receive(sha256, size, request.stream())
-        self._require_session(request)
-        return Response(status_code=204)
-
-    async def get_blob(self, request: Request, sha256: str) -> Response:
-        self._require_session(request)
-        if (path := self.engine.shelf.find(sha256)) is None:
-            raise DataError(f"There is no file {sha256!r}. Save the checkpoint again.")
-        return FileResponse(path, media_type="application/octet-stream")
-
     def _require_session(self, request: Request) -> None:
         self.lease.require(request.headers.get(protocol.SESSION_HEADER, ""), time.monotonic())
 
@@ -164,9 +146,6 @@ def build_app(service: Service) -> FastAPI:
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/v1/session", service.open, methods=["POST"])
     app.add_api_route("/v1/session", service.close, methods=["DELETE"])
-    app.add_api_route("/v1/missing", service.missing, methods=["POST"])
-    app.add_api_route("/v1/blobs/{sha256}", service.put_blob, methods=["PUT"])
-    app.add_api_route("/v1/blobs/{sha256}", service.get_blob, methods=["GET"])
     for verb in protocol.READING:
         app.add_api_route(f"/v1/{verb}", _route(service.read, verb), methods=["POST"])
     for verb in protocol.CHANGING:

@@ -42,6 +42,9 @@ from tinker import types
 
 from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.store.directories import ModelSource, on_this_machine, store_model
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import ModelFiles
 from roundhouse.training.algorithms import LossSettings
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
 from roundhouse.training.loss import borne_out
@@ -271,6 +274,9 @@ class TinkerTrainService:
         self._has_gradient = False
         return Applied(grad_norm=(answer.metrics or {}).get(GRAD_NORM))
 
+    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+        return store_model(lambda directory: self.save_checkpoint(directory, cursor), place, attempt)
+
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
         if cursor is None:
             raise ConfigError("Tinker stores weights and optimizer together. Set checkpoint.optimizer_every to 1.")
@@ -288,8 +294,12 @@ class TinkerTrainService:
         save_cursor(cursor, state)
 
     def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+        self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
+        with on_this_machine(directory, trainer_state) as (model, state):
+            return self._load(model, state, role)
+
+    def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
         _require_policy(role)
         pointer = read_pointer(directory) if (directory / POINTER_FILE).exists() else self._start
         self._facts = facts_of(directory)

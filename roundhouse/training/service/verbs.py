@@ -4,7 +4,9 @@ Invariant: a request says everything its answer depends on, apart from the weigh
 only: no tensor, no module, nothing that would need pickle. So the same driver trains in its own process, in a Ray actor, in
 a process of its own or over a network, and on one machine all of them give the same bits.
 
-    load_checkpoint ─> ( forward* ─> ( forward_backward+ ─> optim_step )* ─> save_checkpoint )*
+    load_checkpoint ─> ( forward* ─> ( forward_backward+ ─> optim_step )* ─> store_checkpoint )*
+
+Checkpoints are no part of a request: what has the weights reads and writes the store itself, and returns names and digests.
 
 Where the algorithm has a critic, `value_backward` is its `forward_backward`.
 
@@ -24,6 +26,9 @@ from typing import Protocol
 import numpy as np
 
 from roundhouse.errors import DataError
+from roundhouse.store.directories import ModelSource
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import ModelFiles
 from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
@@ -173,8 +178,20 @@ class TrainService(Protocol):
         """
         ...
 
+    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+        """Write what `save_checkpoint` writes to the store, from where the weights are, hashed in passing.
+
+        Args:
+            attempt: names the files' own directory in the checkpoint `place`, such as `0002`.
+
+        Returns:
+            The files, which no manifest names yet.
+        """
+        ...
+
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
-        """Write the Hugging Face directory, and optimizer, cursor and critic under `trainer/`, on the caller's machine.
+        """Write the Hugging Face directory, and optimizer, cursor and critic under `trainer/`, into a directory that caller and
+        service both see.
 
         Args:
             cursor: None writes the weights alone.
@@ -182,18 +199,20 @@ class TrainService(Protocol):
         ...
 
     def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+        self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
         """Take weights, and the optimizer's state and the cursor from `trainer_state`; None begins both anew.
 
         A critic without `trainer_state` is this model with a new head; the state of one that was saved is in
         `trainer/critic/`, a directory of the same form. Its cursor is the policy's.
 
-        The directories are the caller's and may be deleted once this returns. Gradients are dropped.
+        The directories may be deleted once this returns. Gradients are dropped.
 
         Raises:
-            ConfigError: a directory is missing, or the model does not work with the configuration.
+            ConfigError: a directory is missing, or not to be seen from the service; or the model does not work with the
+                configuration.
             DataError: files are damaged, or of another architecture than the model that they replace.
+            StoreError: a file of the store is missing or damaged.
         """
         ...
 

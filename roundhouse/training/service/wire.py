@@ -6,13 +6,15 @@ engine could not work on: each field is there with its type, no other field is, 
     LossBatch   tokens.offsets  tokens.token_ids  tokens.predicted  columns.advantages  …  gen_logprobs  scale
                 header: {"loss": {"clip_low": 0.2, …}}
 
-`ChannelService` offers the verbs through a channel to a served engine, which is what a network client and a Ray handle have in
-common. Bodies are those of `protocol` and of this module, and a file is sent only when the other side lacks its bytes.
+`ChannelService` offers the verbs through a channel to a served engine, which is what a network client, a Ray handle and the
+driver of resident ranks have in common. Bodies are those of `protocol` and of this module; checkpoints stay in the store.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -24,9 +26,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.training.checkpoint import CRITIC_DIRECTORY, Cursor
+from roundhouse.store.directories import ModelSource, StoredModel
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import ModelFiles
+from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
-from roundhouse.training.service.protocol import TransferredFile, inside, list_files
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 
 T = TypeVar("T")
@@ -179,18 +183,6 @@ class Channel(Protocol):
         """One of `protocol.CHANGING`, done exactly once when this returns."""
         ...
 
-    def missing(self, files: list[TransferredFile]) -> list[str]:
-        """Digests that the other side lacks."""
-        ...
-
-    def send(self, file: TransferredFile, source: Path) -> None:
-        """Give the other side a file's bytes."""
-        ...
-
-    def fetch(self, file: TransferredFile, target: Path) -> None:
-        """Write a file of the other side here."""
-        ...
-
     def close(self) -> None:
         """End the session."""
         ...
@@ -228,38 +220,40 @@ class ChannelService:
         return Applied(**json.loads(self.channel.change("optim_step", asked.model_dump_json().encode())))
 
     def load_checkpoint(
-        self, directory: Path, *, trainer_state: Path | None = None, role: Role = Role.POLICY
+        self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
-        model = [file for file in list_files(directory) if "/" not in file.path]
-        state = None if trainer_state is None else _own_files(trainer_state)
-        self._send(model, directory)
-        if state is not None and trainer_state is not None:
-            self._send(state, trainer_state)
-        asked = protocol.LoadCheckpoint(role=role, files=model, trainer_state=state)
+        state = None if trainer_state is None else _named(trainer_state)
+        asked = protocol.LoadCheckpoint(role=role, model=_named(directory), trainer_state=state)
         self._facts = None
         return Cursor.model_validate_json(self.channel.change("load_checkpoint", asked.model_dump_json().encode()))
 
+    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+        if place.is_local:
+            place.local_path.mkdir(parents=True, exist_ok=True)  # the service refuses one that it does not see
+        asked = protocol.StoreCheckpoint(place=place.uri, attempt=attempt, cursor=cursor)
+        written = ModelFiles.model_validate_json(
+            self.channel.change("store_checkpoint", asked.model_dump_json().encode())
+        )
+        if not place.exists(written.files[0].path):
+            raise ConfigError(
+                f"The train service has written {place.uri}/{written.directory}, which is not here: that path is another "
+                "directory on its machine. Set store to s3://… or to a path that both machines share."
+            )
+        return written
+
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
-        listed = self.channel.change("save_checkpoint", protocol.SavedCursor(cursor).model_dump_json().encode())
-        for file in protocol.FileList.model_validate_json(listed).files:
-            self.channel.fetch(file, inside(directory, file.path))
+        written = self.store_checkpoint(Location(str(directory)), "0001", cursor)
+        for name, entry in written.by_name().items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(directory / entry.path, directory / name)
+        shutil.rmtree(directory / written.directory)
 
     def close(self) -> None:
         self.channel.close()
 
-    def _send(self, files: list[TransferredFile], directory: Path) -> None:
-        missing = set(self.channel.missing(files))
-        for file in files:
-            if file.sha256 in missing:
-                self.channel.send(file, inside(directory, file.path))
-                missing.remove(file.sha256)
 
-
-def _own_files(trainer_state: Path) -> list[TransferredFile]:
-    """Without those of the critic, which is loaded by itself."""
-    return [file for file in list_files(trainer_state) if not file.path.startswith(f"{CRITIC_DIRECTORY}/")]
+def _named(source: ModelSource) -> StoredModel:
+    return StoredModel(uri=Location(str(source)).uri) if isinstance(source, Path) else source
 
 
 def _require_length(log_probs: np.ndarray, batch: TokenBatch) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +21,8 @@ from roundhouse.training.service.protocol import (
     LeaseHeld,
     SessionLease,
     SessionLost,
-    inside,
+    StoreCheckpoint,
+    parse,
 )
 from roundhouse.training.service.verbs import Gradient, LossBatch, TokenBatch
 from roundhouse.training.service.wire import pack, unpack
@@ -164,8 +165,9 @@ def test_a_body_that_the_engine_could_not_work_on_is_refused(change: str, messag
         unpack(LossBatch, broken(change))
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a\\..\\x", "a\0"])
-def test_a_file_name_stays_inside_its_directory(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="leads out of its directory"):
-        inside(tmp_path, name)
-    assert inside(tmp_path, "trainer/state.json") == tmp_path / "trainer/state.json"
+@pytest.mark.parametrize("attempt", ["../x", "a/b", "", "a\\b", "1" * 21])
+def test_an_attempt_is_a_name_that_stays_inside_its_checkpoint(attempt: str) -> None:
+    body = {"place": "s3://bucket/checkpoints/000001", "attempt": attempt, "cursor": None}
+    with pytest.raises(DataError, match="attempt"):
+        parse(StoreCheckpoint, json.dumps(body).encode())
+    assert parse(StoreCheckpoint, json.dumps(body | {"attempt": "0002"}).encode()).attempt == "0002"

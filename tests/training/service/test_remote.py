@@ -102,7 +102,7 @@ def test_a_lost_reply_never_applies_an_update_twice(
         "/v1/load_checkpoint": 2,
         "/v1/forward_backward": 2,
         "/v1/optim_step": 2,
-        "/v1/save_checkpoint": 2,
+        "/v1/store_checkpoint": 2,
     }
     assert files(tmp_path / "remote") == in_process(model_dir, reference_dir, tmp_path / "local")
     trainer.close()
@@ -195,20 +195,6 @@ def test_a_body_above_the_limit_is_refused(model_dir: Path, tmp_path: Path) -> N
         trainer = Trainer.over(remote(url), model_dir, TrainConfig(minibatches=1))
         with pytest.raises(DataError, match="larger than 4000 bytes"):
             trainer.step(sequences(), 1)
-
-
-def test_files_that_the_server_has_are_not_sent_again(server: str, model_dir: Path, tmp_path: Path) -> None:
-    """Not the model it was started with, and not the checkpoint it wrote last."""
-    sent: list[str] = []
-    service = remote(server)
-    service.channel.http.event_hooks["request"].append(
-        lambda request: sent.append(f"{request.method} {request.url.path}")
-    )
-    trainer = Trainer.over(service, model_dir, TrainConfig(minibatches=1))
-    trainer.step(sequences(), 1)
-    trainer.save(tmp_path / "saved")
-    Trainer.over(service, tmp_path / "saved", TrainConfig(), trainer_state=tmp_path / "saved/trainer")
-    assert not [call for call in sent if call.startswith("PUT")]
 
 
 def several_from_one_rollout() -> list[dict[str, Any]]:
