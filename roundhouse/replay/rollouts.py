@@ -20,8 +20,7 @@ from roundhouse.config.models import EnvironmentConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import run_rollout
-from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.mixture import MixtureAgent
+from roundhouse.rollout.clients import MixtureAgent, open_environment
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient, classify
 from roundhouse.rollout.recording import NotRebuilt, Recording

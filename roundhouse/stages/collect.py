@@ -173,11 +173,8 @@ def _collect(
         | sampled.metrics()
         | branched.metrics()
         | draw.metrics(sampled.tasks),
-        details={
-            "failures": ledger.failures,
-            "sampling": config.generation.sampling.model_dump(),
-            "engine_tokens": counted_at(engine_url),
-        }
+        details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()}
+        | {"engine_tokens": counted_at(engine_url)}
         | sampled.details()
         | branched.details(),
     )

@@ -27,13 +27,14 @@ from roundhouse.compat.nexrl.client import BaseDataLoader, FileDataLoader, MockD
 from roundhouse.compat.nexrl.nexau import BaseNexAURolloutWorker, DefaultNexAURolloutWorker, NexAURolloutWorker
 from roundhouse.compat.nexrl.pool import Batch, TrajectoryPool, read_trajectories
 from roundhouse.compat.nexrl.resources import (
+    ActivityTracker,
+    ActivityTrackerProxy,
     NexRLRole,
     RayActorWrapper,
     RayResourceManager,
     execute,
     execute_async,
 )
-from roundhouse.compat.nexrl.tracker import ActivityTracker, ActivityTrackerProxy
 
 __all__ = [
     "ActivityTracker",

@@ -53,7 +53,7 @@ from typing import Any, ClassVar, Literal
 import orjson
 
 from roundhouse.compat.nexrl.plain import PlainClient, WorkerConfig
-from roundhouse.compat.nexrl.tracker import ActivityTracker
+from roundhouse.compat.nexrl.resources import ActivityTracker
 from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
