@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.checks import refuse_unsound, with_correction
-from roundhouse.config.kubernetes import CollectorPods, TrainerPods
+from roundhouse.config.kubernetes import CollectorPods, GymPods, TrainerPods
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import SINKS
 from roundhouse.config.renamed import renamed_in
@@ -232,7 +232,7 @@ _CODE = re.compile(
 _OURS = {
     None, "vllm", "transformers", "trainer", "tinker", "simple", "agent", "mock", "nexau", "file",
     "clipped", "cispo", "reinforce", *LAUNCHERS,
-    TrainerPods.model_fields["image"].default, CollectorPods.model_fields["image"].default
+    *(pods.model_fields["image"].default for pods in (TrainerPods, CollectorPods, GymPods)),
 }  # fmt: skip
 """Values of these keys that name no code but Roundhouse's own."""
 
