@@ -179,11 +179,12 @@ async def _heldout(config: RunConfig, policy: PolicyInProcess, greedy: bool) -> 
 
 def own_rewards(config: RunConfig, rollouts: Sequence[Rollout]) -> list[float]:
     """The environment's own rewards of those that have one; a rubric keeps its share of the whole."""
-    finished = [each for each in rollouts if each.reward is not None]
-    if (rubric := config.environment.rubric) is None:
-        return [each.reward for each in finished]
+    if (rubric := getattr(config.environment, "rubric", None)) is None:
+        return [each.reward for each in rollouts if each.reward is not None]
     whole = rubric.own_weight + sum(each.weight for each in rubric.criteria.values())
-    return [each.reward_components[OWN] * whole / rubric.own_weight for each in finished]
+    return [
+        each.reward_components[OWN] * whole / rubric.own_weight for each in rollouts if OWN in each.reward_components
+    ]
 
 
 def score(config: RunConfig, rollouts: Sequence[Rollout]) -> tuple[float, float, int]:
@@ -211,7 +212,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path, what: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=110)
-    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
+    axes.set_prop_cycle(color=mpl.color_sequences["tab20"])
     for kind in dict.fromkeys(run["algorithm"] for run in runs):
         curves = [run["reward"] for run in runs if run["algorithm"] == kind]
         columns = list(zip(*curves, strict=True))
