@@ -120,7 +120,7 @@ bench-hacking: setup ## a planted exploit and its alarm over seeds, and honest r
 bench-refit: setup ## refits beside a plain copy, and under load (BENCH_ARGS="--parts load --refits 100")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.refit $(BENCH_ARGS)
 
-bench-plan: setup ## memory plans beside the measured peaks of training steps (BENCH_ARGS="--ranks 2")
+bench-plan: setup ## memory plans beside the measured peaks of training steps (BENCH_ARGS="--layouts")
 	@OMP_NUM_THREADS=1 exec $(BIN)/python -m benchmarks.memory_plan $(BENCH_ARGS)
 
 bench-checkpoint: setup ## a large checkpoint written, published, verified, refitted, resumed; peak memory (BENCH_ARGS="--gigabytes 16")
