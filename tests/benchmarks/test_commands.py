@@ -33,6 +33,7 @@ BY_MAKE = {
     "bench-validate": "--rollouts 256 --batch 64",
     "bench-replay": "--rollouts 96 --mutated 8 --triples 2 --iterations 1",
     "bench-bisect": "--healthy 1 --only forgetful",
+    "bench-bill": "--kills 2 --forks 1 --iterations 1",
     "bench-view": "--rollouts 2000 --repeats 1 --no-s3",
     "bench-async": "--iterations 3 --seeds 1",
     "bench-overlap": "--iterations 2 --median 0.5",

@@ -3,6 +3,7 @@ of drivers and their programs, of killed ones too."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.bill import measured
 from roundhouse.cli import app
 from roundhouse.cpu import take_seconds
 from roundhouse.launch.base import Stopped
@@ -35,6 +37,7 @@ from roundhouse.store.stage import Stage, read_manifest
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.replay import planted
+from tests.replay.billed import UNRECORDED_SECONDS
 from tests.replay.killed_driver import drive
 from tests.replay.trained import own_samples
 from tests.stages.offline_world import make_config
@@ -249,3 +252,13 @@ def test_no_token_is_called_interrupted_where_a_count_falls_into_another_stage(t
     overlapped.write_table("rollouts", rollouts_table(made))
     overlapped.commit(details={"engine_tokens": {"a": 64}})
     assert bill_of(run)["tokens"] == {"pending": 64, "evaluated": 0}
+
+
+@pytest.mark.long
+def test_the_bill_of_runs_that_are_killed_is_what_engine_and_system_count(tmp_path: Path) -> None:
+    found = measured(tmp_path, argparse.Namespace(kills=8, forks=1, iterations=1, seed=2))
+    kills, used = found["kills"], found["cpu_seconds"]
+    assert kills.total() >= 4
+    assert found["bills"]["tokens"].total() == found["tokens"]
+    missing = used - found["bills"]["cpu_seconds"].total()
+    assert -0.01 * used < missing < 0.01 * used + kills["driver"] * UNRECORDED_SECONDS
