@@ -120,7 +120,7 @@ def freed_at_once() -> Iterator[None]:
     glibc learns to keep blocks of up to 32 MiB for the next allocation. Between the tensors that stay, the blocks of those that
     were converted or sent would take as much memory as a rank's part. Behind the block it keeps those below 256 KiB: the larger
     ones of a pass would leave gaps in the heap, which four ranks of 43 M parameters pay with 550 of 1,400 MiB each. Mapping
-    them anew takes 3 to 8 % more CPU.
+    them anew takes some 3 to 8 % more CPU.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
