@@ -46,7 +46,7 @@ _SIGNATURES = frozenset(("sig", "signature", "x-amz-signature", "x-goog-signatur
 """Of a URL's query: such a URL by itself permits what it was signed for."""
 _TEXT_TOKENS = frozenset(("bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk"))
 """Before `token`, which is then one of a vocabulary."""
-_USER = re.compile(r"(\w+)://([^/@\s]+)@")
+_USER = re.compile(r"\b(\w+)://([^/@\s]+)@")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _CREDENTIAL = re.compile(
     r"\b(A[KS]IA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{22,}"
