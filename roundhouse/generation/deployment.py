@@ -235,7 +235,10 @@ class _Serve:
             raise DeploymentFailed(f"The policy deployment failed: {cause}")
         for deployment in application["deployments"].values():
             message = deployment.get("message") or ""
-            if "Error" in message and not is_of_another(message, digest):
+            lost = (
+                "ActorDiedError" in message
+            )  # killed while it started or was refitted: Serve tries again, then gives up
+            if "Error" in message and not lost and not is_of_another(message, digest):
                 raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(message)}")
 
 

@@ -260,14 +260,19 @@ def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
     return groups[0]
 
 
-def put_to_sleep(run: Run, checkpoint: Reference) -> None:
-    """Have every replica give its memory back until the next refit; `checkpoint` is what the engine was brought to."""
+def put_to_sleep(run: Run, checkpoint: Reference) -> list[ReplicaReport]:
+    """Have every replica give its memory back until the next refit; `checkpoint` is what the engine was brought to.
+
+    Returns:
+        What each replica said of itself when it slept.
+    """
     model = _model_to_start_from(run)
     announce("engine", text="asleep")
     engine, generation = engine_service(run), served_generation(run.config)
     patience = generation.start_timeout_seconds + generation.refit_timeout_seconds
     with ACTIVITY.track("sleep", "engine", "", engine.url, patience):
-        engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, RefitOptions(asleep=_what_for(run)))
+        options = RefitOptions(asleep=_what_for(run))
+        return engine.ensure(generation, model, checkpoint.uri, checkpoint.policy_version, options)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from roundhouse.stages.freshness import (
     settle,
     staleness_metrics,
 )
-from roundhouse.stages.refit import engine_service, place_near_engine, put_to_sleep
+from roundhouse.stages.refit import place_near_engine, put_to_sleep
 from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.store.directories import StoredModel, checkpoint_cache
 from roundhouse.store.location import Location
@@ -123,9 +123,9 @@ def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
     if not engine_sleeps(run.config):
         yield []
         return
-    put_to_sleep(run, base)
+    asleep = put_to_sleep(run, base)
     try:
-        yield [replica for replica in engine_service(run).replicas() if replica.asleep is not None]
+        yield asleep
     finally:
         if trainer_makes_room(run.config):
             release_trainer()

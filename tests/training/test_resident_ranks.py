@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -278,12 +277,13 @@ def test_a_rank_that_is_killed_as_it_writes_is_named(wide_dir: Path, tmp_path: P
     try:
         service.load_checkpoint(wide_dir)
         step(service, loss_batch([0, 1, 2, 3]))
-        pid, first = pids(service)[1], tmp_path / "saved/trainer/optimizer-00002-of-00002.safetensors"
+        pid, own = pids(service)[1], tmp_path / "saved/trainer/optimizer-00002-of-00002.safetensors"
+        own.parent.mkdir(parents=True)
+        os.mkfifo(own)  # the rank writes no further than the pipe holds
 
         def kill() -> None:
-            while not any(first.parent.glob("optimizer-00002*")):
-                time.sleep(0.0005)
-            os.kill(pid, signal.SIGKILL)
+            with own.open("rb"):  # returns when the rank has opened it
+                os.kill(pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
