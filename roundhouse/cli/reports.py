@@ -90,8 +90,8 @@ WHY = {
     "replayed": "stages run again",
     "judged": "answers of a rubric's judge, and stored rollouts judged anew",
     "repeated": "calls on record that had to be made again",
-    "interrupted": "attempts and programs that were killed, up to their last sign of life",
-    "driver": "the flow around the stages, checks of the engine, failed attempts, deleted checkpoints",
+    "interrupted": "attempts and programs killed, to their last sign of life",
+    "driver": "the flow itself, checks of the engine, failed attempts",
 }
 """What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
 

@@ -187,7 +187,8 @@ def test_cpu_seconds_of_a_program_are_on_the_bill_by_how_it_ended(
         if len(said) == processes and ends_by == "stopped":
             stopped.set()
         elif len(said) == processes and isinstance(ends_by, signal.Signals):
-            [leader] = [each for each in psutil.Process().children() if "burnt" in " ".join(each.cmdline())]
+            children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+            [leader] = [each for each in children if "burnt" in " ".join(each.cmdline())]
             leader.send_signal(ends_by)
 
     with driving(run.location) as lease, contextlib.suppress(Stopped):

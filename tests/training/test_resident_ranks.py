@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from roundhouse.config.training import ResidentService
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.stages.train import open_service
+from roundhouse.store.location import Location
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.engine import TrainEngine
@@ -255,7 +257,6 @@ def _each_writes_its_part(together: ResidentRanks, alone: TrainEngine, wide_dir:
     assert len(list((saved / "trainer").glob("optimizer-*.safetensors"))) >= 2
     begun = [digest_of(tmp_path / f"{name}-begun") for name in ("alone", "together")]
     assert begun == [digest_of_tensors(tensor_digests(weight_files(wide_dir)))] * 2
-    (saved / "digests.json").unlink()
     model = AutoModelForCausalLM.from_pretrained(saved)
     reference = dict(iterate(tmp_path / "alone"))
     for name, tensor in model.state_dict().items():
@@ -277,19 +278,25 @@ def test_a_rank_that_is_killed_as_it_writes_is_named(wide_dir: Path, tmp_path: P
     try:
         service.load_checkpoint(wide_dir)
         step(service, loss_batch([0, 1, 2, 3]))
-        pid, own = pids(service)[1], tmp_path / "saved/trainer/optimizer-00002-of-00002.safetensors"
-        own.parent.mkdir(parents=True)
-        os.mkfifo(own)  # the rank writes no further than the pipe holds
+        pid, store = pids(service)[1], tmp_path / "saved"
 
         def kill() -> None:
+            while not (scratch := list(store.glob(".saving-*"))):
+                time.sleep(0.01)
+            own = scratch[0] / "trainer/optimizer-00002-of-00002.safetensors"
+            own.parent.mkdir(exist_ok=True)
+            os.mkfifo(own)  # the rank writes no further than the pipe holds
+            os.kill(pid, signal.SIGCONT)
             with own.open("rb"):  # returns when the rank has opened it
                 os.kill(pid, signal.SIGKILL)
 
+        os.kill(pid, signal.SIGSTOP)
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
         with pytest.raises(InfraError, match="rank 1 of 2 was killed by signal 9"):
-            service.save_checkpoint(tmp_path / "saved", Cursor(optimizer_steps=1))
-        assert not (tmp_path / "saved/trainer/state.json").exists(), "the cursor is written last"
+            service.store_checkpoint(Location(str(store)), "0001", Cursor(optimizer_steps=1))
+        killer.join()
+        assert not list(store.rglob("state.json")), "the cursor is written last"
     finally:
         service.close()
 
