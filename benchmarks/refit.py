@@ -4,8 +4,9 @@
         [--repeats 5]
 
 speed: a Qwen3 model (of about 100 million parameters by default, float32, random weights) in vLLM's engine. A refit as a
-replica does it (digest of every tensor, check, load, probe of the layers, probe of the log-probabilities) alternates with its
-peer, which proves nothing: a copy of the file, vLLM's own `reload_weights`, and a tied head packed anew, which that leaves out.
+replica does it (proof that the files are those of the checkpoint, load, probe of the layers, probe of the log-probabilities)
+between two checkpoints of a store, hashed while they were written as a trainer does, alternates with its peer, which proves
+nothing: a copy of the file, vLLM's own `reload_weights`, and a tied head packed anew, which that leaves out.
 
 transfer: the same model; a refit by transfer (gloo, from this process, with the sender's digest) alternates with one by store.
 
@@ -36,12 +37,19 @@ import torch
 
 from benchmarks.refit_load import load
 from benchmarks.weight_delta import make_model
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.served_policy import ServedPolicy
 from roundhouse.generation.vllm_worker import RefitExtension, retie_head
+from roundhouse.stages.checkpoint import publish
+from roundhouse.store.directories import scratch_beside, upload_model
+from roundhouse.store.location import Location
+from roundhouse.store.manifest import model_location
+from roundhouse.store.run import Run, open_run
 from roundhouse.weight_sync.cache import NodeCache
+from roundhouse.weight_sync.checkpoint_files import proved_digest
 from roundhouse.weight_sync.replica_state import DesiredPolicy
-from roundhouse.weight_sync.tensor_files import digest_of
+from roundhouse.weight_sync.tensor_files import SHARD_BYTES, TensorHeader, TensorWriter, iterate, shards
 from roundhouse.weight_sync.transfer import Sender
 
 if TYPE_CHECKING:
@@ -58,17 +66,18 @@ class WithPeer(RefitExtension):
 
 @dataclass
 class Bench:
-    """A replica in this process, and two directories of weights to bring it to by turns."""
+    """A replica in this process, and two checkpoints of a store to bring it to by turns."""
 
     work: Path
+    checkpoints: tuple[Location, Location]
     engine: VllmEngine
     policy: ServedPolicy
     about: str
     bytes: int
 
-    def rounds(self, repeats: int) -> Iterator[tuple[bool, Path]]:
-        """Whether it counts, and the weights. The first round does not: it reads the files and fills caches."""
-        return ((turn >= 0, self.work / name) for turn in range(-1, repeats) for name in ("a", "b"))
+    def rounds(self, repeats: int) -> Iterator[tuple[bool, Location]]:
+        """Whether it counts, and the checkpoint. The first round does not: it reads the files and fills caches."""
+        return ((turn >= 0, one) for turn in range(-1, repeats) for one in self.checkpoints)
 
     def row(self, case: str, took: list[float], peer: list[float], ratios: list[float]) -> dict[str, Any]:
         return {
@@ -87,8 +96,8 @@ async def bench(work: Path, hidden: int, layers: int, **engine_arguments: str) -
     from roundhouse.generation.vllm_engine import VllmEngine
 
     parameters = make_model(work / "a", hidden, layers)
-    shutil.copytree(work / "a", work / "b")
-    _disturb(work / "b" / "model.safetensors")
+    run = open_run(parse_config({"run_id": "bench", "store": str(work / "store")}))
+    checkpoints = _stored(run, 1, work / "a", 0.0), _stored(run, 2, work / "a", 1e-3)
     size = (work / "a" / "model.safetensors").stat().st_size
     # a copy is not validated: the peer's side loads weights by itself, which a run's configuration may not
     config = GenerationConfig(kv_cache_gib=0.25).model_copy(update={"engine_args": engine_arguments})
@@ -96,7 +105,9 @@ async def bench(work: Path, hidden: int, layers: int, **engine_arguments: str) -
     await engine.start(serve=False)
     policy = ServedPolicy(engine, str(work / "a"), "bench", cache=NodeCache(work / "cache", 2**34))
     try:
-        yield Bench(work, engine, policy, f"{parameters / 1e6:.0f} M parameters, {size / 1e6:.0f} MB", size)
+        yield Bench(
+            work, checkpoints, engine, policy, f"{parameters / 1e6:.0f} M parameters, {size / 1e6:.0f} MB", size
+        )
     finally:
         engine.shutdown()
 
@@ -105,9 +116,9 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> dict[str,
     arguments = {"load_format": "safetensors", "worker_extension_cls": "benchmarks.refit.WithPeer"}
     ours, peer = [], []
     async with bench(work, hidden, layers, **arguments) as on:
-        for counts, directory in on.rounds(repeats):
-            mine = await _seconds(partial(_refit_by, "store", on.policy, directory))
-            theirs = await _seconds(partial(_copy_and_reload, on, directory))
+        for counts, checkpoint in on.rounds(repeats):
+            mine = await _seconds(partial(_refit_by, "store", on.policy, checkpoint))
+            theirs = await _seconds(partial(_copy_and_reload, on, checkpoint))
             if counts:
                 ours.append(mine)
                 peer.append(theirs)
@@ -125,9 +136,9 @@ async def speed(work: Path, hidden: int, layers: int, repeats: int) -> dict[str,
 async def transfer(work: Path, hidden: int, layers: int, repeats: int) -> dict[str, Any]:
     took: dict[str, list[float]] = {"store": [], "transfer": []}
     async with bench(work, hidden, layers) as on:
-        for counts, directory in on.rounds(repeats):
+        for counts, checkpoint in on.rounds(repeats):
             for way, seconds in took.items():
-                one = await _seconds(partial(_refit_by, way, on.policy, directory))
+                one = await _seconds(partial(_refit_by, way, on.policy, checkpoint))
                 if counts:
                     seconds.append(one)
     store, sent = took["store"], took["transfer"]
@@ -146,32 +157,42 @@ async def _seconds(act: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-async def _refit_by(way: str, policy: ServedPolicy, directory: Path) -> None:
+async def _refit_by(way: str, policy: ServedPolicy, checkpoint: Location) -> None:
     # Another version each time: a desired state that is held already needs no refit.
-    version = (policy.status()["policy_version"] or 0) + 1
+    version, uri = (policy.status()["policy_version"] or 0) + 1, checkpoint.uri
+    directory = model_location(checkpoint).local_path
+    digest = proved_digest(uri, directory)
     if way == "store":
-        await policy.apply(DesiredPolicy(version, str(directory), request=time.time_ns()))
+        await policy.apply(DesiredPolicy(version, uri, digest, request=time.time_ns()))
     else:
-        digest = digest_of(directory)
         with Sender(directory, "gloo", [policy.replica_id], "127.0.0.1", 60) as sender:
             source = sender.source("float32").model_dump()
-            await policy.apply(DesiredPolicy(version, str(directory), digest, time.time_ns(), source=source))
+            await policy.apply(DesiredPolicy(version, uri, digest, time.time_ns(), source=source))
     status = policy.status()
     assert (status["ready"], status["transport"]) == (True, way), (status["error"], status["transport_note"])
 
 
-async def _copy_and_reload(on: Bench, directory: Path) -> None:
+async def _copy_and_reload(on: Bench, checkpoint: Location) -> None:
     copied = on.work / "copied"
     shutil.rmtree(copied, ignore_errors=True)
-    shutil.copytree(directory, copied)
+    shutil.copytree(model_location(checkpoint).local_path, copied)
     await on.engine.engine.collective_rpc("bench_reload", args=(str(copied),))
 
 
-def _disturb(file: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = {name: tensor + 1e-3 for name, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+def _stored(run: Run, version: int, directory: Path, added: float) -> Location:
+    """A checkpoint with the model of a directory, a number added to each weight, written as a train stage writes it."""
+    place = run.checkpoint(version).location
+    attempt = run.begin(run.stage(version, "train"), policy_version=version - 1)
+    changed = {name: tensor + added for name, tensor in iterate(directory)}
+    planned = shards([TensorHeader(name, one.dtype, tuple(one.shape)) for name, one in changed.items()], SHARD_BYTES)
+    with scratch_beside(place) as scratch:
+        shutil.copytree(directory, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        writer = TensorWriter(scratch)
+        writer.write_sharded("model", planned, iter(changed.items()))
+        writer.close()
+        written = upload_model(place, attempt.name, scratch, move=True)
+    publish(run, attempt.commit(details=written.details()))
+    return place
 
 
 def main() -> None:
