@@ -217,6 +217,15 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
         refuse_unfit_heads(model, context, tensor)
 
 
+def tensors_of(model: PreTrainedConfig) -> int:
+    """Tensors of a checkpoint of this model, in which each expert has matrices of its own."""
+    count = 0
+    for name, parameter in _without_bytes(model).named_parameters():
+        fused = parameter.shape[0] if ".experts." in name and parameter.dim() == 3 else 1
+        count += fused * (2 if fused > 1 and "gate_up" in name else 1)
+    return count
+
+
 def _without_bytes(model: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(model)

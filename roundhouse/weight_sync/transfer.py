@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 GATHER_SECONDS = 5.0
 """How long replicas that have come wait for others: their engines are still meanwhile."""
 POLL_SECONDS = 0.01
+_SENDER, _LINK, _TENSOR = 25e9, 45e9, 13e-6
+"""Of NCCL over links of 400 Gb/s a GPU: bytes a second of one sender, bytes a second that a receiver takes of all, seconds a
+tensor. Fitted to three published refits of Miles (GLM-4.7-Flash and Qwen3-30B-A3B by one sender, GLM-4.5-Air by four)."""
 REACH_SECONDS = 5.0
 TRANSFER_SHARE = 0.25
 """Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
@@ -350,3 +353,16 @@ def _send_by_nccl(
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def broadcast_seconds(size: float, tensors: int, senders: int = 1) -> float:
+    """About how long a broadcast of a model to GPUs over links of 400 Gb/s takes, where every receiver takes all of it.
+
+    Within 10 % of six refits that Miles published, of up to eight nodes a side; two over 16 and 32 nodes took 1.7 and 2.2
+    times as long (docs/gpu.md).
+
+    Args:
+        size: bytes.
+        senders: that have a part each.
+    """
+    return size / min(senders * _SENDER, _LINK) + _TENSOR * tensors

@@ -229,6 +229,7 @@ def test_doctor_refuses_a_model_that_does_not_fit_and_names_what_makes_it_fit(
         said.append(" ".join(result.output.split()))
     assert result.exit_code == 1
     assert "ok memory plan: 0.01 B parameters on 1 rank, microbatches of 4096 tokens" in said[0]
+    assert "ok refit: 0.0 GB: about 0.0 s by transfer from one sender over links of 400 Gb/s a GPU" in said[0]
     assert "fail memory plan: does not fit" in said[1]
     assert "Set train.dtype=bfloat16, train.logits_chunk_tokens=1024" in said[1]
 

@@ -227,7 +227,7 @@ def gpu(devices: Path = Path("/dev")) -> list[Finding]:
 
 
 def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Finding]:
-    """Whether a training step fits the devices named, by `roundhouse.training.memory_plan`.
+    """Whether a training step fits the devices named, by `roundhouse.training.memory_plan`; and how long a refit takes.
 
     Args:
         gpus: ranks to plan for; None: those of `train.service`.
@@ -235,7 +235,8 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     Raises:
         ConfigError: no such device is known.
     """
-    from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies
+    from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies, tensors_of
+    from roundhouse.weight_sync.transfer import broadcast_seconds
 
     memory = USABLE * device_memory(device)
     if (shape := shape_of(config)) is None:
@@ -253,10 +254,16 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     if plan.total > memory:
         found = remedies(shape, config.train, ranks, tokens, memory)
         return [fail("memory plan", f"does not fit: {said}", f"Set {', '.join(found)}: then it fits.")]
+    size = plan.parameters * (4 if config.generation.dtype == "float32" else 2)
+    sent = broadcast_seconds(size, tensors_of(shape))
+    refit = ok(
+        "refit", f"{size / 1e9:.1f} GB: about {sent:.1f} s by transfer from one sender over links of 400 Gb/s a GPU"
+    )
     if ranks != processes:
         said += f"; train.service has {processes}"
-        return [warn("memory plan", said, f"--set train.service.kind=resident --set train.service.processes={ranks}")]
-    return [ok("memory plan", said)]
+        remedy = f"--set train.service.kind=resident --set train.service.processes={ranks}"
+        return [warn("memory plan", said, remedy), refit]
+    return [ok("memory plan", said), refit]
 
 
 def batch(config: RunConfig) -> list[Finding]:
