@@ -364,6 +364,24 @@ class GroupRelativeConfig(PolicyGradient):
     """Divide the advantage by the group's standard deviation; false gives Dr. GRPO's advantage."""
     leave_one_out: bool = False
     """Baseline from the other rollouts of the group only."""
+    turn_discount: Fraction | None = None
+    """Credit by turn, where the environment rewards turns: a turn answers for the next reward and, with this factor each, for
+    those after it; 0 for none of these. Compared within the group reward by reward. Unset: every turn answers for the whole
+    rollout."""
+
+    @model_validator(mode="after")
+    def _plain_rewards_of_turns(self) -> Self:
+        if self.turn_discount is None:
+            return self
+        if self.reward != RewardShaping() or self.kl_placement == "reward":
+            key = "reward" if self.reward != RewardShaping() else "kl_placement: reward"
+            raise ValueError(
+                f"turn_discount is {self.turn_discount} beside {key}, which changes the reward of whole rollouts. Unset one "
+                "of them."
+            )
+        if self.kind == "gdpo":
+            raise ValueError("turn_discount with kind gdpo: components are compared by rollout. Unset it, or use grpo.")
+        return self
 
 
 class GRPOConfig(GroupRelativeConfig):

@@ -271,7 +271,9 @@ class GuessNumberEnvironment(EnvironmentSection):
     upper: Annotated[int, Field(ge=3, le=64)] = 7
     """The hidden number is in 1..upper."""
     guesses: PositiveInt = 3
-    """Guesses allowed in an episode."""
+    """Guesses allowed in a game."""
+    games: Annotated[int, Field(ge=1, le=64)] = 1
+    """Games after each other in one rollout, each rewarded at the turn that ends it."""
 
 
 class GeneratedProblems(EnvironmentSection):

@@ -271,6 +271,8 @@ class ToolResult:
     status: int = 200
     """The HTTP status that it has, or would have."""
     is_json: bool = True
+    reward: float | None = None
+    """For the turn that called the tool; a part of the rollout's reward (`Turn.reward`)."""
 
     @property
     def ok(self) -> bool:
@@ -283,6 +285,14 @@ NOT_FOUND = ToolResult('{"detail":"Not Found"}', 404)
 def invalid_arguments(error: ValueError) -> ToolResult:
     """The answer to arguments that are not JSON; such a call never reaches the environment."""
     return ToolResult(_json({"error": f"Invalid tool call arguments: {error}"}), 400)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """What a tool returns that knows what the turn was worth: a part of the reward that `verify` gives the whole rollout."""
+
+    answer: Any
+    reward: float
 
 
 class HasTools(Protocol):
@@ -317,10 +327,11 @@ class Toolbox:
             return bad_request(error.errors(include_url=False))
         try:
             value = await tool.call(session, **checked)
+            value, reward = (value.answer, value.reward) if isinstance(value, Rewarded) else (value, None)
             if isinstance(value, str):
                 value.encode()  # a lone surrogate could be neither sent nor stored: let it count as the tool's failure
-                return ToolResult(value, is_json=False)
-            return ToolResult(_json(value))
+                return ToolResult(value, is_json=False, reward=reward)
+            return ToolResult(_json(value), reward=reward)
         except InfraError:
             raise
         except Exception as error:  # noqa: BLE001 - a tool's failure is an observation for the policy, not ours

@@ -21,6 +21,9 @@ With `upper` = 7 and 3 guesses, halving always finds the number; guessing at ran
 guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and half, and
 no halving: that the middle is the best guess is then found by reward alone.
 
+With `games` above 1 a rollout is as many games after each other, each with a number of its own: the reward is the share that
+was found, and the turn that ends a game is rewarded for it. 10 games of 3 guesses are 20 to 30 turns.
+
 Train and held-out differ in nothing but their ids: both draw from the same `upper` hidden numbers (there are no others) and
 the prompt is the same for all. A held-out reward here measures how well the policy searches, not what it does with anything
 new.
@@ -33,7 +36,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.environments.base import Environment, Split, TaskList, TaskRow, Verdict, closing_text, task_row, tool
+from roundhouse.environments.base import (
+    Environment,
+    Rewarded,
+    Split,
+    TaskList,
+    TaskRow,
+    Verdict,
+    closing_text,
+    task_row,
+    tool,
+)
 from roundhouse.environments.generated import (
     GeneratedEnvironment,
     Message,
@@ -120,22 +133,25 @@ CLOSING = "Done."
 
 @dataclass(slots=True)
 class Game:
-    """One hidden number and what was tried."""
+    """The hidden numbers that are left, the first of which is asked for, and what was tried."""
 
-    hidden: int
+    hidden: list[int]
     guesses: int = 0
-    found: bool = False
+    """In the game at hand."""
+    all_guesses: int = 0
+    found: int = 0
 
 
 class GuessNumber(Environment):
-    """A number in 1..upper, `guesses` guesses."""
+    """`games` numbers in 1..upper after each other, `guesses` guesses for each."""
 
     name = "guess_number"
     restoration = "replay"
 
-    def __init__(self, upper: int = 7, guesses: int = 3) -> None:
+    def __init__(self, upper: int = 7, guesses: int = 3, games: int = 1) -> None:
         self.upper = upper
         self.guesses = guesses
+        self.games = games
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         games = [(hidden, game) for hidden in range(1, self.upper + 1) for game in range(GAMES_PER_NUMBER)]
@@ -143,27 +159,41 @@ class GuessNumber(Environment):
 
         def row(game: tuple[int, int]) -> TaskRow:
             task_id = f"guess_number/{split}/{game[0]}-{game[1]}"
-            return task_row(self.question(), task_id=task_id, tools=schemas, hidden=game[0])
+            if self.games == 1:
+                return task_row(self.question(), task_id=task_id, tools=schemas, hidden=game[0])
+            rng = random.Random(task_id)
+            hidden = [game[0], *(rng.randint(1, self.upper) for _ in range(self.games - 1))]
+            return task_row(self.question(), task_id=task_id, tools=schemas, hidden=hidden)
 
         return TaskList(sorted(games, key=lambda game: position(f"{split}/{game}")), row)
 
     def question(self) -> str:
-        return f"Guess my number from 1 to {self.upper}."
+        if self.games == 1:
+            return f"Guess my number from 1 to {self.upper}."
+        return f"Guess my {self.games} numbers from 1 to {self.upper}, one after the other."
 
     async def seed_session(self, row: TaskRow) -> Game:
-        return Game(hidden=int(row["hidden"]))
+        hidden = row["hidden"]
+        return Game([int(number) for number in hidden] if isinstance(hidden, list) else [int(hidden)])
 
     @tool("Guess the hidden number.", number="The guess.")
-    async def guess(self, session: Game, number: int) -> str:
-        if session.guesses >= self.guesses:
+    async def guess(self, session: Game, number: int) -> str | Rewarded:
+        if not session.hidden:
             return "no guesses left"
+        answer = compare(number, session.hidden[0])
+        hit, over = answer == "correct", session.guesses + 1 == self.guesses
         session.guesses += 1
-        answer = compare(number, session.hidden)
-        session.found = session.found or answer == "correct"
-        return answer
+        session.all_guesses += 1
+        if self.games == 1:  # a hit may be followed by other guesses, which take nothing back
+            session.found, session.hidden = session.found or hit, [] if over else session.hidden
+            return answer
+        if not hit and not over:
+            return answer
+        session.hidden, session.guesses, session.found = session.hidden[1:], 0, session.found + hit
+        return Rewarded(answer, hit / self.games)
 
     async def verify(self, session: Game, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        return Verdict(reward=float(session.found), metrics={"guesses": float(session.guesses)})
+        return Verdict(session.found / self.games, metrics={"guesses": float(session.all_guesses)})
 
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
         """`good_fraction` of them halve the range. Of the rest, half guess at random within it, half blindly."""
@@ -174,18 +204,21 @@ class GuessNumber(Environment):
 
     def _demonstration(self, procedure: str, rng: random.Random) -> Iterator[Message]:
         yield user(self.question())
-        hidden = rng.randint(1, self.upper)
-        low, high = 1, self.upper
-        blind = rng.sample(range(1, self.upper + 1), self.upper)
-        for turn in range(min(self.guesses, self.upper)):
-            number = {"halving": (low + high) // 2, "in_range": rng.randint(low, high), "blind": blind[turn]}[procedure]
-            answer = compare(number, hidden)
-            yield calls("guess", f"call_{turn + 1}", number=number)
-            yield returns(f"call_{turn + 1}", answer)
-            if answer == "correct":
-                break
-            if procedure != "blind":
-                low, high = (number + 1, high) if answer == "higher" else (low, number - 1)
+        call = 0
+        for _ in range(self.games):
+            hidden = rng.randint(1, self.upper)
+            low, high = 1, self.upper
+            blind = rng.sample(range(1, self.upper + 1), self.upper)
+            for turn in range(min(self.guesses, self.upper)):
+                tried = {"halving": (low + high) // 2, "in_range": rng.randint(low, high), "blind": blind[turn]}
+                number, call = tried[procedure], call + 1
+                answer = compare(number, hidden)
+                yield calls("guess", f"call_{call}", number=number)
+                yield returns(f"call_{call}", answer)
+                if answer == "correct":
+                    break
+                if procedure != "blind":
+                    low, high = (number + 1, high) if answer == "higher" else (low, number - 1)
         yield says(CLOSING)
 
 

@@ -11,9 +11,10 @@ asked goods are shipped, and nothing else was touched. It is the sum of its comp
 One other shelf always has what is missing, and one shelf what is to be shipped. Goods are neither made nor lost: a tool refuses
 what is not there. A wrong demonstration moves too many, ships one too few, or does both.
 
-With several orders, a shipment ends one: the answer is the next order, which finds other stock on the shelves. The last ends
-with the rollout. The reward is the mean over all orders, and those that the rollout did not reach count 0. A right solution
-takes five turns an order and a last word. A wrong demonstration errs in every order, and gives up when it ships none.
+With several orders, a shipment ends one: the answer is the next order, which finds other stock on the shelves, and the turn has
+the order's part of the reward. The last ends with the rollout. The reward is the mean over all orders, and those that the
+rollout did not reach count 0. A right solution takes five turns an order and a last word. A wrong demonstration errs in every
+order, and gives up when it ships none.
 
       ship(good=bolts, shelf=B, count=3) = shipped. Shelf C must hold 4 pins. Ship 2 nuts.
       look(shelf=C) = …
@@ -22,12 +23,13 @@ takes five turns an order and a last word. A wrong demonstration errs in every o
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundhouse.environments.base import TaskRow, Verdict, tool
+from roundhouse.environments.base import Rewarded, TaskRow, Verdict, tool
 from roundhouse.environments.generated import GeneratedEnvironment, Message, calls, distinct, returns, says
 
 WEIGHTS = {"restock": 0.4, "ship": 0.4, "tidy": 0.2}
@@ -135,11 +137,15 @@ class Warehouse(GeneratedEnvironment[Day]):
         return "moved"
 
     @tool("Ship goods from a shelf; they are gone then.", good="nuts, bolts or pins.", shelf="A, B or C.")
-    async def ship(self, session: Floor, good: str, shelf: str, count: int) -> str:
+    async def ship(self, session: Floor, good: str, shelf: str, count: int) -> str | Rewarded:
         if not _take(session, good, shelf, count):
             return REFUSED
         session.shipped[good] += count
-        return SHIPPED if len(session.orders) == 1 else f"{SHIPPED}. {session.finish_order()}"
+        if len(session.orders) == 1:
+            return SHIPPED
+        following = session.finish_order()
+        whole = math.fsum(WEIGHTS[name] * held for name, held in session.earned[-1].items())
+        return Rewarded(f"{SHIPPED}. {following}", whole / (len(session.earned) + len(session.orders)))
 
     async def verify(self, session: Floor, row: TaskRow, response: dict[str, Any]) -> Verdict:
         earned = [*session.earned, judge(session)]

@@ -295,6 +295,8 @@ class ToolEpisode:
             results += [NOT_RUN] * (len(reply.calls) - len(results))
             for call, result in zip(reply.calls, results, strict=True):
                 self._dialogue.conversation.add_tool_output(call["id"], result.text)
+            if given := [_finite("a tool's reward", each.reward) for each in results if each.reward is not None]:
+                self._attempt.rollout.turns[-1].reward = math.fsum(given)
         return "max_turns"
 
     def response(self, finish: str) -> dict[str, Any]:
@@ -372,6 +374,7 @@ async def _episode(
             return "max_tokens", step
         step = await attempt.in_environment(session.step(dialogue.response_of(reply)))
         rewards.append(checked_verdict(Verdict(step.reward, metrics=step.metrics)).reward)
+        attempt.rollout.turns[-1].reward = rewards[-1]
         if step.done:
             return "stop" if step.terminated else "environment", step
         if reply.limit == "max_tokens":

@@ -42,6 +42,7 @@ OPTIONAL = pa.schema(
         ("reward_components", pa.map_(pa.string(), pa.float64())),
         ("rollout_generated_tokens", pa.int32()),
         ("branched_from", pa.string()),
+        ("turn_rewards", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())]))),
     ]
 )
 """Columns that training reads where they exist: datasets written without them, or with nulls in them, stay readable."""
@@ -74,6 +75,8 @@ class TrainingSequences:
     """[S] float64 by name: parts of the reward; NaN where the rollout has no such part."""
     branched_from: list[str | None]
     """[S]: of a branch, the id of the rollout that its group is compared with, too, where that is among these."""
+    turn_rewards: list[list[tuple[int, float]]]
+    """[S]: parts of the reward that belong to single turns, in order: where in the sequence the turn ends, and its part."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -111,6 +114,7 @@ class TrainingSequences:
             generated_tokens=self.generated_tokens[chosen],
             reward_components={name: values[chosen] for name, values in self.reward_components.items()},
             branched_from=[self.branched_from[place] for place in places],
+            turn_rewards=[self.turn_rewards[place] for place in places],
         )
 
     @classmethod
@@ -145,6 +149,7 @@ class TrainingSequences:
             generated_tokens=_generated_tokens(table, columns["rollout_id"].to_pylist(), mask == 1, lengths),
             reward_components=_reward_components(table),
             branched_from=_branched_from(table),
+            turn_rewards=_turn_rewards(table),
         )
         sequences._check(mask)
         return sequences
@@ -216,6 +221,12 @@ def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, le
 def _branched_from(table: pa.Table) -> list[str | None]:
     name = "branched_from"
     return table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+
+
+def _turn_rewards(table: pa.Table) -> list[list[tuple[int, float]]]:
+    name = "turn_rewards"
+    rows = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+    return [[(part["end"], part["reward"]) for part in row or ()] for row in rows]
 
 
 def _reward_components(table: pa.Table) -> dict[str, np.ndarray]:

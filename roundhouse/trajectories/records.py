@@ -92,6 +92,9 @@ class Turn:
     version_spans: list[dict[str, int]] | None = None
     """`[{"version": 3, "tokens": 17}, …]`: which version drew which of the generated tokens, in order; None: all are
     `policy_version`'s."""
+    reward: float | None = None
+    """What the environment gave for this turn, a part of the rollout's reward; None: it said nothing yet of the turns since the
+    last one with a reward. What is left of the rollout's reward belongs to its last turns."""
 
 
 @dataclass(slots=True)

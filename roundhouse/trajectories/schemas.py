@@ -16,6 +16,7 @@ compute is null, never 0: a policy that is certain of a token gives it a log-pro
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Iterable, Sequence
@@ -84,6 +85,8 @@ TURNS = pa.schema(
             pa.list_(pa.struct([("version", pa.int32()), ("tokens", pa.int32())])),
             metadata={"added_later": "in-flight refit"},  # older datasets lack it; it reads as null
         ),
+        # null where the environment gave none for this turn
+        pa.field("reward", pa.float64(), metadata={"added_later": "rewards of turns"}),
     ]
 )
 """One row a model call."""
@@ -104,6 +107,12 @@ SEQUENCES = pa.schema(
         ("rollout_generated_tokens", pa.int32()),  # of the whole rollout, in all its turns and sequences
         # of a branch: the rollout that its group is compared with, too
         pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
+        # of turns with a reward of their own, and the position after their last token
+        pa.field(
+            "turn_rewards",
+            pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())])),
+            metadata={"added_later": "rewards of turns"},
+        ),
     ]
 )
 """One row a training sequence; independent of the algorithm."""
@@ -325,6 +334,7 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
                     "reward_components": list(rollout.reward_components.items()),
                     "rollout_generated_tokens": generated,
                     "branched_from": rollout.branched_from,
+                    "turn_rewards": _turn_rewards(chain),
                 }
             )
     flat = {
@@ -339,6 +349,13 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
         for name in SEQUENCES.names
     ]
     return pa.Table.from_arrays(columns, schema=SEQUENCES)
+
+
+def _turn_rewards(chain: Chain) -> list[dict[str, float]]:
+    ends = itertools.accumulate(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in chain)
+    return [
+        {"end": end, "reward": turn.reward} for turn, end in zip(chain, ends, strict=True) if turn.reward is not None
+    ]
 
 
 def _append(chain: Chain, tokens: array[int], mask: bytearray, log_probs: array[float]) -> list[dict[str, int]]:

@@ -426,6 +426,8 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
         if min(counts, default=0) < 1 or sum(counts) != generated or oldest != turn.policy_version:
             detail = f"{list(spans)} over {generated} tokens, answered by version {turn.policy_version}"
             raise Refusal("version_spans", detail, turn.turn)
+    if turn.reward is not None and not math.isfinite(turn.reward):
+        raise Refusal("reward", f"the turn's reward is {turn.reward}", turn.turn)
     if turn.finish_reason not in TURN_FINISHES:
         raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
     if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:

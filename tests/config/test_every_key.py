@@ -152,9 +152,10 @@ def test_every_part_of_a_toleration_reaches_the_pod() -> None:
 
 FEW: dict[str, Any] = {"problems": 40}
 OTHER: dict[str, Any] = {
-    "heldout_fraction": 0.5, "digits": 5, "upper": 15, "guesses": 5, "problems": 60, "operators": 4, "hops": 5, "entries": 20,
-    "numbers": 4, "largest": 20, "blanks": 8, "most": 30, "worlds": 3, "changes": 0.9, "steps": 5, "constraints": 5, "size": 5,
-    "holes": 2, "files": 5, "functions": 3, "families": ("capitals", "sentences"), "max_tokens": 20, "orders": 2,
+    "heldout_fraction": 0.5, "digits": 5, "upper": 15, "guesses": 5, "games": 3, "problems": 60, "operators": 4, "hops": 5,
+    "entries": 20, "numbers": 4, "largest": 20, "blanks": 8, "most": 30, "worlds": 3, "changes": 0.9, "steps": 5,
+    "constraints": 5, "size": 5, "holes": 2, "files": 5, "functions": 3, "families": ("capitals", "sentences"),
+    "max_tokens": 20, "orders": 2,
 }  # fmt: skip
 NOT_IN_TASKS = {
     (CodeEnvironment, "concurrency"),

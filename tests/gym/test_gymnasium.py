@@ -61,6 +61,7 @@ async def test_the_return_is_the_sum_of_the_steps_rewards_and_observations_are_u
     assert texts(rollout) == ["Climb by saying numbers.", "The top is at 3.", "You are at 1."]
     assert rollout.metrics == {"agent_steps": 2.0, "height": 3.0}
     assert [turn.parent for turn in rollout.turns] == [None, 0]
+    assert [turn.reward for turn in rollout.turns] == pytest.approx([0.1, 0.2])
 
 
 async def test_the_worlds_answers_to_tool_calls_stand_before_its_observation():

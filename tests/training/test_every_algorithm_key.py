@@ -48,6 +48,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_sequence_error": ({}, {"max_sequence_error": 1.2}),
     "normalize_by_std": ({}, {"normalize_by_std": False}),
     "leave_one_out": ({"normalize_by_std": False}, {"leave_one_out": True}),
+    "turn_discount": ({}, {"turn_discount": 0.5}),
     "minus_baseline": ({}, {"minus_baseline": False}),
     "normalize_batch": ({}, {"normalize_batch": False}),
     "gamma": ({}, {"gamma": 0.5}),
@@ -122,6 +123,7 @@ def loss_of_algorithm(algorithm: Algorithm) -> float:
                 "reward": reward,
                 "reward_components": {"a": reward, "b": float(random.uniform())},
                 "truncated": number % 5 == 0,
+                "turn_rewards": [{"end": 3, "reward": float(number % 2)}],
             }
         )
     sequences = TrainingSequences.from_records(rows)

@@ -9,6 +9,10 @@ CrossEntropy           likelihood of chosen rollouts
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
 from roundhouse.config.algorithms import (
@@ -32,8 +36,11 @@ from roundhouse.training.algorithms.policy_gradient import (
     token_weights,
 )
 from roundhouse.training.batch import TrainingSequences
+from roundhouse.trajectories.records import SPREAD_TOLERANCE
 
 STD_EPSILON = 1e-6
+
+logger = logging.getLogger(__name__)
 
 
 @register(GroupRelativeConfig)
@@ -58,12 +65,75 @@ class GroupRelative(PolicyGradientAlgorithm):
     def __init__(self, config: GroupRelativeConfig) -> None:
         super().__init__(config)
         self.leave_one_out, self.normalize_by_std = config.leave_one_out, config.normalize_by_std
+        self.turn_discount = config.turn_discount
 
     def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        if self.turn_discount is not None:
+            if not any(sequences.turn_rewards):
+                logger.warning(
+                    "train.algorithm.turn_discount: no turn has a reward of its own; whole rollouts are compared"
+                )
+            parts = TurnParts.of(sequences, groups, self.turn_discount)
+            return parts.advantages(self.leave_one_out, self.normalize_by_std)[parts.of_token]
         return group_advantages(rewards.values, groups, self.leave_one_out, self.normalize_by_std)
 
     def baselines(self, groups: Groups) -> np.ndarray:
         return group_baselines(groups, self.leave_one_out)
+
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        if self.turn_discount is None:
+            return super().trainable_sequences(sequences, groups)
+        parts = TurnParts.of(sequences, groups, self.turn_discount)
+        differs = (parts.advantages(False, False) != 0)[parts.of_token]
+        of_sequence = np.logical_or.reduceat(differs, sequences.offsets[:-1])
+        return groups.of_sequences(np.bincount(groups.group_of_sequence, of_sequence) > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnParts:
+    """Sequences cut after each turn with a reward of its own, for credit by turn (`turn_discount`).
+
+    Part j of a sequence is compared with part j of the others in its group, as GRPO compares whole rollouts. With r_j the
+    reward at its end (of the last, what is left of the rollout's) and d the discount, it answers for
+
+        R_j = r_j + d · R_(j+1)
+    """
+
+    of_token: np.ndarray
+    """[T] int: the part of each token."""
+    returns: np.ndarray
+    """[P] float64."""
+    peers: np.ndarray
+    """[P] int: parts with one number are compared."""
+
+    @classmethod
+    def of(cls, sequences: TrainingSequences, groups: Groups, discount: float) -> TurnParts:
+        of_token, returns, peers = [], [], []
+        for place, given in enumerate(sequences.turn_rewards):
+            begin, end = sequences.offsets[place], sequences.offsets[place + 1]
+            trained = np.flatnonzero(sequences.loss_mask[begin:end])[-1] + 1
+            cuts = [
+                cut for cut, _ in given if cut < trained
+            ]  # what is behind the last trained token is part of the last
+            own = [reward for _, reward in given[: len(cuts)]]
+            own.append(sequences.rewards[place] - math.fsum(own))
+            for number in range(len(cuts) - 1, -1, -1):
+                own[number] += discount * own[number + 1]
+            of_token.append(len(returns) + np.searchsorted(cuts, np.arange(end - begin), side="right"))
+            returns += own
+            peers += [(groups.group_of_sequence[place], number) for number in range(len(own))]
+        _, numbers = np.unique(np.array(peers), axis=0, return_inverse=True)
+        return cls(np.concatenate(of_token), np.array(returns), numbers.reshape(-1))
+
+    def advantages(self, leave_one_out: bool, normalize_by_std: bool) -> np.ndarray:
+        """[P]; 0 where all that are compared returned the same."""
+        sizes = np.bincount(self.peers)
+        distances = self.returns - (np.bincount(self.peers, self.returns) / sizes)[self.peers]
+        stds = np.sqrt(np.bincount(self.peers, distances**2) / np.maximum(sizes - 1, 1))[self.peers]
+        advantages = distances * (sizes / np.maximum(sizes - 1, 1))[self.peers] if leave_one_out else distances
+        if normalize_by_std:
+            advantages = advantages / (stds + STD_EPSILON)
+        return np.where(stds > SPREAD_TOLERANCE, advantages, 0.0)
 
 
 def group_baselines(groups: Groups, leave_one_out: bool) -> np.ndarray:

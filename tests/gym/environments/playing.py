@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict
+from roundhouse.environments.base import Environment, Rewarded, Split, TaskRow, Verdict
 from roundhouse.environments.generated import GeneratedEnvironment
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
@@ -32,7 +32,8 @@ async def replay(environment: Environment, row: TaskRow, conversation: list[dict
         for call in said.get("tool_calls", []):
             tool = environment.tools()[call["function"]["name"]]
             result = await tool.call(session, **json.loads(call["function"]["arguments"]))
-            assert answered == {"role": "tool", "tool_call_id": call["id"], "content": result}
+            text = result.answer if isinstance(result, Rewarded) else result
+            assert answered == {"role": "tool", "tool_call_id": call["id"], "content": text}
         if said["role"] == "assistant" and said["content"]:
             output.append(message(said["content"]))
     return await environment.verify(session, row, {"output": output})

@@ -9,6 +9,9 @@ from playing import message, replay
 
 from roundhouse.environments import GuessNumber
 from roundhouse.environments.search import compare
+from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of
 
 GAME = GuessNumber(upper=7, guesses=3)
 
@@ -81,3 +84,33 @@ async def outcome(conversation: list[dict[str, Any]]) -> float:
         hidden for hidden in range(1, 8) if [compare(number, hidden) for number in numbers(conversation)] == answers
     ]
     return (await replay(GAME, row(fits[0]), conversation)).reward
+
+
+TWO = GuessNumber(upper=7, guesses=3, games=2)
+
+
+async def test_games_follow_each_other_and_the_turn_that_ends_one_is_rewarded() -> None:
+    row = {**next(iter(TWO.tasks("train"))), "hidden": [5, 2]}
+    client = LocalEnvironmentClient(TWO)
+    guesses = [calls(("guess", {"number": number})) for number in (4, 5, 7, 6, 1, 2)]
+    policy = ScriptedPolicy(by_turn(*guesses, says("Done.")))
+    rollout = await run_rollout(spec_of(row), policy, client, rollout_config(max_turns=8), SAMPLING)
+    outputs = [item["output"] for item in rollout.items if item["type"] == "function_call_output"]
+    assert outputs == ["higher", "correct", "lower", "lower", "higher", "no guesses left"]
+    assert [turn.reward for turn in rollout.turns] == [None, 0.5, None, None, 0.0, None, None]
+    assert rollout.status.rewarded
+    assert rollout.reward == 0.5
+    assert rollout.metrics["guesses"] == 5
+
+
+def test_games_of_a_rollout_have_numbers_of_their_own_and_the_demonstrations_play_all() -> None:
+    rows = list(TWO.tasks("train"))
+    assert {len(row["hidden"]) for row in rows} == {2}
+    assert Counter(row["hidden"][0] for row in rows) == Counter(dict.fromkeys(range(1, 8), 20))
+    assert len({row["hidden"][1] for row in rows}) == 7
+    for shown in TWO.demonstrations("train", 50, 0.5, seed=1):
+        answers = [said["content"] for said in shown if said["role"] == "tool"]
+        ends = answers.count("correct")
+        assert ends <= 2
+        assert len(answers) <= 6
+        assert ends == 2 or len(answers) >= 4, "a game that is not won has three guesses"

@@ -1,6 +1,7 @@
 import pytest
 from playing import message
 
+from roundhouse.environments.base import Rewarded
 from roundhouse.environments.warehouse import GOODS, Floor, Warehouse
 
 WAREHOUSE = Warehouse(problems=50)
@@ -16,7 +17,7 @@ MOVE = ("move", {"good": "nuts", "source": "B", "target": "A", "count": 3})
 SHIP = ("ship", {"good": "bolts", "shelf": "B", "count": 3})
 
 
-async def play(*steps: tuple[str, dict], row: dict = ROW) -> tuple[list[str], dict[str, float], Floor]:
+async def play(*steps: tuple[str, dict], row: dict = ROW) -> tuple[list[str | Rewarded], dict[str, float], Floor]:
     floor = await WAREHOUSE.seed_session(row)
     answers = [await WAREHOUSE.tools()[name].call(floor, **arguments) for name, arguments in steps]
     verdict = await WAREHOUSE.verify(floor, row, {"output": [message("Done.")]})
@@ -80,7 +81,7 @@ TWO = ROW | {"later": [SECOND]}
 async def test_a_shipment_brings_the_next_order_which_finds_other_stock() -> None:
     answers, parts, floor = await play(MOVE, SHIP, ("look", {"shelf": "A"}), MOVE_SECOND, SHIP_SECOND, row=TWO)
     assert answers[1:] == [
-        "shipped. Shelf C must hold 2 pins. Ship 1 nuts.",
+        Rewarded("shipped. Shelf C must hold 2 pins. Ship 1 nuts.", pytest.approx(0.5)),
         "nuts 0, bolts 0, pins 2",
         "moved",
         "shipped",
@@ -92,5 +93,7 @@ async def test_a_shipment_brings_the_next_order_which_finds_other_stock() -> Non
 async def test_each_order_is_judged_at_its_shipment_and_one_that_was_not_reached_earns_nothing() -> None:
     refused = ("ship", SHIP[1] | {"count": 6})
     assert (await play(MOVE, refused, row=TWO))[1] == {"restock": 0.2, "ship": 0.0, "tidy": 0.1}
-    assert (await play(SHIP, MOVE, row=TWO))[1] == {"restock": 0.0, "ship": 0.2, "tidy": 0.1}
+    answers, parts, _ = await play(SHIP, MOVE, row=TWO)
+    assert parts == {"restock": 0.0, "ship": 0.2, "tidy": 0.1}
+    assert answers[0].reward == pytest.approx(0.3), "the turn that shipped has the order's part"
     assert (await play(MOVE, SHIP, row=TWO))[1] == {"restock": 0.2, "ship": 0.2, "tidy": 0.1}
