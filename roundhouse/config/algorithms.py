@@ -379,8 +379,6 @@ class GroupRelativeConfig(PolicyGradient):
                 f"turn_discount is {self.turn_discount} beside {key}, which changes the reward of whole rollouts. Unset one "
                 "of them."
             )
-        if self.kind == "gdpo":
-            raise ValueError("turn_discount with kind gdpo: components are compared by rollout. Unset it, or use grpo.")
         return self
 
 
@@ -506,6 +504,7 @@ class GDPOConfig(GroupRelativeConfig):
     normalize_batch: bool = True
     """Zero mean and unit standard deviation over the rollouts of the iteration."""
     kl_placement: Literal["loss"] = "loss"
+    turn_discount: Literal[None] = None
 
     @model_validator(mode="after")
     def _components(self) -> Self:

@@ -108,7 +108,9 @@ class TurnParts:
 
     @classmethod
     def of(cls, sequences: TrainingSequences, groups: Groups, discount: float) -> TurnParts:
-        of_token, returns, peers = [], [], []
+        of_token: list[np.ndarray] = []
+        returns: list[float] = []
+        peers: list[tuple[int, int]] = []
         for place, given in enumerate(sequences.turn_rewards):
             begin, end = sequences.offsets[place], sequences.offsets[place + 1]
             trained = np.flatnonzero(sequences.loss_mask[begin:end])[-1] + 1
@@ -121,7 +123,7 @@ class TurnParts:
                 own[number] += discount * own[number + 1]
             of_token.append(len(returns) + np.searchsorted(cuts, np.arange(end - begin), side="right"))
             returns += own
-            peers += [(groups.group_of_sequence[place], number) for number in range(len(own))]
+            peers += [(int(groups.group_of_sequence[place]), number) for number in range(len(own))]
         _, numbers = np.unique(np.array(peers), axis=0, return_inverse=True)
         return cls(np.concatenate(of_token), np.array(returns), numbers.reshape(-1))
 
