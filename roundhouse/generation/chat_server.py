@@ -21,10 +21,12 @@ from roundhouse.generation.chat import ChatCodec, ContinuationBroken
 from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, Generated
 from roundhouse.generation.requests import BadRequest, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
-from roundhouse.http.asgi import BodyLimit, Receive, Send, read_body, reply, reply_error, reply_json
+from roundhouse.http.asgi import BodyLimit, Receive, Send, authorized, read_body, reply, reply_error, reply_json
 from roundhouse.trajectories.records import CallStage
 
 logger = logging.getLogger(__name__)
+
+Bring = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 ENGINE_ROUTES = {
     *(("GET", path) for path in ("/version", "/load", "/ping", "/tokenizer_info")),
@@ -43,6 +45,10 @@ class ChatServer:
         self.model = model
         self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
         """Gives the status of every replica, where there may be others."""
+        self.bring: Bring | None = None
+        """Hands every replica of an application (its digest) a desired state; gives the status of each."""
+        self.control_token: str | None = None
+        """What a caller of `bring` has to present; without one the route does not exist."""
         self._limited = BodyLimit(self._answer)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -70,6 +76,9 @@ class ChatServer:
             case "GET", "/rh/replicas":
                 found = [self.policy.status()] if self.replicas is None else await self.replicas()
                 await reply_json(send, 200, {"replicas": found})
+            case "POST", "/rh/desired" if self.bring is not None and self.control_token is not None:
+                if await authorized(scope, send, self.control_token, "Ray's token (RAY_AUTH_TOKEN)"):
+                    await self._bring(self.bring, receive, send)
             case "GET", "/health":
                 status = self.policy.status()
                 report = {name: status[name] for name in ("ready", "error")}
@@ -127,6 +136,15 @@ class ChatServer:
         else:
             await reply_json(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
+
+    async def _bring(self, bring: Bring, receive: Receive, send: Send) -> None:
+        try:
+            body = _json(await read_body(receive))
+            found = await bring(body["application"], body["desired"])
+        except (BadRequest, KeyError, TypeError, ValueError) as error:
+            await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
+            return
+        await reply_json(send, 200, {"replicas": found})
 
     async def _parsed(self, receive: Receive, send: Send) -> None:
         """An assistant message (`message`, with `tools`) as the chat template writes it, and what is read from that text."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,13 +100,22 @@ def ensure_deployed(
         user_config = before[0] if before and weights is None else desired_state(version, weights, options, before)
         application = wanted_application(config, model_dir, user_config, reserved)
         client.put_applications(present | {serve_app.APPLICATION: application}, config.start_timeout_seconds)
-        return client.wait(application, config.start_timeout_seconds) if wait else []
+        if not wait:
+            return []
+        # Serve itself would hand the change to one replica after another where there are more, so that some answer meanwhile
+        at_once = config.replicas == 1 or load_transport(config.weight_sync).all_replicas_at_once
+        return client.wait(application, config.start_timeout_seconds, bring=at_once and current is not None)
 
 
 def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
     """The running replicas, as they describe themselves; empty when none answers."""
+    return replicas_of(lambda: client.get("/rh/replicas"))
+
+
+def replicas_of(ask: Callable[[], httpx.Response]) -> list[ReplicaReport]:
+    """The replicas that an answer reports; empty where there is none."""
     try:
-        reply = client.get("/rh/replicas")
+        reply = ask()
         return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
     except (httpx.HTTPError, ValueError, KeyError):
         return []
@@ -205,7 +214,16 @@ class _Serve:
         http_options = {"host": url.host, "port": url.port or 80}
         self._call("PUT", {"http_options": http_options, "applications": list(applications.values())}, seconds)
 
-    def wait(self, application: dict[str, Any], timeout: float) -> list[ReplicaReport]:
+    def _bring(self, digest: str, user_config: dict[str, Any]) -> list[ReplicaReport]:
+        """Hand running replicas the desired state that Serve has stored. Its control loop would bring it after two or three
+        intervals of 0.1 s, and still does where no replica takes it this way (the result is empty then)."""
+        if self._serve.token is None:
+            return []
+        headers = {"Authorization": f"Bearer {self._serve.token}"}
+        body = {"application": digest, "desired": user_config}
+        return replicas_of(lambda: self._http.post("/rh/desired", json=body, headers=headers))
+
+    def wait(self, application: dict[str, Any], timeout: float, bring: bool = False) -> list[ReplicaReport]:
         """Until the application's replicas, and no others, hold its `user_config`."""
         deployment = application["deployments"][0]
         count, user_config = deployment["num_replicas"], deployment["user_config"]
@@ -213,7 +231,8 @@ class _Serve:
         deadline, next_look = time.monotonic() + timeout, time.monotonic() + SERVE_STATUS_SECONDS
         found: list[ReplicaReport] = []
         while time.monotonic() < deadline:
-            found = replicas_at(self._http)
+            found = self._bring(digest, user_config) if bring else replicas_at(self._http)
+            bring = False
             if all_there(found, count, digest, user_config):
                 return found
             if time.monotonic() >= next_look:

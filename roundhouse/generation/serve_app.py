@@ -6,6 +6,7 @@ replica, also to one that starts later, and each brings itself to it in place; n
     POST /v1/chat/completions   ours, on token IDs (`chat.py`), with prefix continuation
     GET  /rh/status             of the replica that answers
     GET  /rh/replicas           of all replicas
+    POST /rh/desired            a desired state that Serve has stored, before its control loop brings it (Ray's token)
     GET  /health                200 when this replica may answer, 503 with the reason when not
     GET  /ready                 200 when it answers with the version that is wanted, 503 while it has another
     GET  /metrics               its version and refits, and the engine's own metrics
@@ -163,6 +164,8 @@ SERVED_MODEL = "policy"
 IMPORT_PATH = "roundhouse.generation.serve_app:build"
 VIRTUAL_NODES = 1000
 """Of a replica on the ring that sessions are hashed to. With n of them a replica's share differs by some 1/sqrt(n)."""
+BRING_SECONDS = 8.0
+"""How long a caller of `/rh/desired` waits for a refit; a longer one goes on, and `/rh/replicas` reports its end."""
 FAILED_NOTE = "This was application "
 """Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
 
@@ -188,6 +191,7 @@ class PolicyReplica:
         if reserved is not None and (group := get_current_placement_group()) is not None:
             self.policy.placement_group = group.id.hex()
         self._deployment: Any = None
+        self._changes: set[asyncio.Task[None]] = set()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         from roundhouse.weight_sync.replica_state import DesiredPolicy
@@ -197,22 +201,33 @@ class PolicyReplica:
     async def check_health(self) -> None:
         await self.policy.check_health()
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self, application: str = "", desired: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What the replica reports; before that, if this is its application, it brings itself to a desired state.
+
+        Serve's control loop hands it the same state later, which then changes nothing.
+        """
+        if desired is not None and application == self.policy.application:
+            # A caller that leaves must not break off a refit half way: the task belongs to the replica
+            change = asyncio.create_task(self.reconfigure(desired))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
+            await asyncio.wait([change], timeout=BRING_SECONDS)
         return self.policy.status()
 
-    async def replicas(self) -> list[dict[str, Any]]:
-        """The status of every running replica, asked for through Serve."""
+    async def replicas(self, *wanted: Any) -> list[dict[str, Any]]:
+        """The status of every running replica, asked for through Serve; `wanted`: the arguments of `status`."""
         from ray import serve
 
         if self._deployment is None:
             self._deployment = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
-        return await self._deployment.broadcast("status").results_async(timeout_s=10)
+        return await self._deployment.broadcast("status", *wanted).results_async(timeout_s=10)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor is done; the application answers HTTP from then on."""
         from ray.util import get_node_ip_address
 
-        self.server.replicas = self.replicas
+        self.server.replicas = self.server.bring = self.replicas
+        self.server.control_token = os.environ.get("RAY_AUTH_TOKEN")
         # Serve's proxy hands the request on as it came. A cluster whose nodes are loopback addresses is this machine's alone.
         return SameOrigin(self.server, get_node_ip_address())
 

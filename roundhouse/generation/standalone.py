@@ -40,8 +40,8 @@ with gc_paused():
         Receive,
         SameOrigin,
         Send,
+        authorized,
         is_loopback,
-        presents,
         read_body,
         reply_error,
         reply_json,
@@ -78,11 +78,7 @@ class StandaloneEngine:
             await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/desired).")
 
     async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if self._token is not None and not presents(given, self._token):
-            await reply_error(
-                send, 401, "unauthorized", f"Send the engine's token ({TOKEN_VARIABLE}) as a bearer token."
-            )
+        if not await authorized(scope, send, self._token, f"the engine's token ({TOKEN_VARIABLE})"):
             return
         try:
             body = orjson.loads(await read_body(receive))

@@ -228,6 +228,15 @@ def presents(authorization: bytes | str, token: str) -> bool:
     return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
+async def authorized(scope: Scope, send: Send, token: str | None, name: str) -> bool:
+    """Whether the request presents the token (None asks for none); otherwise it is answered 401, which says to send `name`."""
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    if token is None or presents(given, token):
+        return True
+    await reply_error(send, 401, "unauthorized", f"Send {name} as a bearer token.")
+    return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`."""
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
