@@ -39,8 +39,13 @@ log = logging.getLogger(__name__)
 
 ARTIFACTS_SECONDS = 10.0
 """How long the end of a run waits for artifacts that are still on their way to Prefect."""
+QUIET_SECONDS = 1.0
+"""How long what shows an iteration waits at most for the next one's rollouts or training to begin."""
 _artifacts = ThreadPoolExecutor(1, "artifacts")
 """Makes and sends an iteration's artifacts and metrics: the next iteration need not wait for them."""
+_at_work = threading.Event()
+"""Set while a stage runs that asks Prefect for nothing. Between two iterations Prefect's server, one process on one core, makes
+a flow run, and whatever else it is asked makes the run wait."""
 _trackers: dict[str, Tracker | None] = {}
 """The tracker of each run this process works on, by run uid."""
 _sinks: dict[str, Sinks] = {}
@@ -60,9 +65,9 @@ def tracked(run: Run) -> Iterator[None]:
         tracker_of(run)
         _sinks[run.uid] = Sinks(run)
         yield
-        _await_artifacts()
+        _await_artifacts(run)
     except (Exception, Pause):
-        _await_artifacts()
+        _await_artifacts(run)
         if (tracker := opened_tracker(run)) is not None:
             tracker.settle()
         raise
@@ -78,10 +83,8 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     reference = stage.report_iteration(run, iteration)
     manifests = stage.iteration_manifests(run, iteration)
     if (tracker := tracker_of(run)) is not None:
-        tracker.update()
         _link(run, tracker)
-    if (sinks := _sinks.get(run.uid)) is not None:
-        _artifacts.submit(sinks.update)
+    _at_work.clear()
     sent = _artifacts.submit(copy_context().run, _show_iteration, run, iteration, manifests)
     sent.add_done_callback(partial(_log_failure, iteration))
     if StageKind.EVALUATE in manifests and run.config.tracking.enabled:
@@ -139,7 +142,19 @@ def tracker_of(run: Run) -> Tracker | None:
         return _trackers[run.uid]
 
 
+def show_reported(run: Run) -> None:
+    """Send what shows the iterations that are reported. Called when the next one's rollouts or training begin, or none will."""
+    if not _at_work.is_set():
+        _at_work.set()
+        if (tracker := opened_tracker(run)) is not None:
+            tracker.update()
+
+
 def _show_iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) -> None:
+    _at_work.wait(QUIET_SECONDS)
+    show_reported(run)
+    if (sinks := _sinks.get(run.uid)) is not None:
+        sinks.update()
     create_progress_artifact(
         key=_key(run, "progress"),
         progress=100 * iteration / run.config.iterations,
@@ -152,7 +167,8 @@ def _show_iteration(run: Run, iteration: int, manifests: dict[str, Manifest]) ->
     )
 
 
-def _await_artifacts() -> None:
+def _await_artifacts(run: Run) -> None:
+    show_reported(run)
     with suppress(TimeoutError):
         _artifacts.submit(lambda: None).result(ARTIFACTS_SECONDS)
 

@@ -28,6 +28,7 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, Skip
 from roundhouse.store.stage import StageKind, read_manifest
 from tasks.options import STAGE, stage_task
+from tasks.report import show_reported
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -69,6 +70,7 @@ def collect(run: Run, iteration: int, weights: Reference) -> Reference:
     if (done := run.stage(iteration, StageKind.COLLECT).reference()) is not None:
         return done  # no engine is asked for
     engine_url = refit_stage.engine_at(run, weights.policy_version)
+    show_reported(run)
     return collect_stage.collect_iteration(
         run, iteration, weights, engine_url, _progress("collect", iteration=iteration)
     )
@@ -91,6 +93,7 @@ def validate(run: Run, iteration: int, rollouts: Reference) -> Reference:
 def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) -> Reference:
     say = get_run_logger().info  # a Job's log is the task's
     cache = checkpoint_cache(run.config)
+    show_reported(run)
     return train_stage.train_iteration(run, iteration, sequences, base, cache, say)
 
 

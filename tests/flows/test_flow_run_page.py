@@ -26,8 +26,11 @@ from flows._prefect.delivery import deliver_queued_records
 from flows._prefect.suspension import lasting_suspensions
 from flows.prefect_log import ENDED, FIGURES, reports_to_prefect
 from roundhouse.activity import announce
+from roundhouse.config.loading import parse_config
+from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of
+from tasks import report, stages
 from tests.flows.served import Served, until
 from tests.query.stores import write_run
 
@@ -124,6 +127,29 @@ def test_each_stage_has_a_line_with_its_main_figures(prefect_client: Served, tmp
     reward = read_manifest(rollouts).metrics["reward/mean"]
     assert line.endswith(f" s · reward {reward:.3f}")
     assert "iteration 2: collect was complete already" in told
+
+
+def test_what_shows_an_iteration_is_sent_while_the_next_one_works_or_when_none_will(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two iterations Prefect's server makes a flow run, for which the run waits; it is asked for nothing else then."""
+    sent: list[str] = []
+    monkeypatch.setattr(report, "create_progress_artifact", lambda key, **_: sent.append(key))
+    monkeypatch.setattr(report, "create_markdown_artifact", lambda key, **_: sent.append(key))
+    monkeypatch.setattr(report, "QUIET_SECONDS", 60.0)
+    monkeypatch.setattr(stages.refit_stage, "engine_at", lambda *_: "http://engine")
+    monkeypatch.setattr(stages.collect_stage, "collect_iteration", lambda *_: report._await_artifacts(run))
+    tree = {"run_id": "shown", "store": str(tmp_path), "tracking": {"enabled": False}}
+    run = open_run(parse_config(tree))
+    with report.tracked(run):
+        reference = report.report_iteration.fn(run, 0)
+        assert sent == []
+        stages.collect.fn(run, 1, reference)
+        assert sent == ["shown-progress", "shown-iteration"]
+        run.begin(run.stage(1, "train"), policy_version=0).commit()
+        report.report_iteration.fn(run, 1)
+        assert len(sent) == 2
+    assert len(sent) == 4
 
 
 def test_a_deleted_run_leaves_no_flow_run_and_no_artifact_and_other_runs_stay(prefect_client: Served) -> None:
