@@ -46,7 +46,9 @@ from tasks.stages import (
 )
 def iteration(config: OpaqueConfig, k: int) -> Reference:
     """Refit, collect, validate, train, checkpoint, and every N iterations evaluate."""
-    run, source = open_run(config), _source.get()
+    run, source = _carried.get(None), _source.get()
+    if run is None or run.config is not config:  # called by another flow than `carry_out`'s
+        run = open_run(config)
     base = run.checkpoint(k - 1).reference()
     if base is None:
         raise StoreError(f"iteration {k} needs the checkpoint of version {k - 1}, which is not complete")
@@ -137,6 +139,8 @@ def iterating_on(source: Source) -> Iterator[None]:
 
 
 _source: contextvars.ContextVar[Source] = contextvars.ContextVar("source")
+_carried: contextvars.ContextVar[Run] = contextvars.ContextVar("run")
+"""The run of `carry_out`, opened once for all its iterations."""
 
 TRY = 1_000_000
 """Between the places of two tries of one iteration: more iterations than any run has."""
@@ -146,6 +150,7 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
     """Iteration k, by its sub-flow, under `failures.policy`: a failure stops the run, is waited out, or skipped on record. The
     decision is `roundhouse.health.policy`'s. Failed tries stay in Prefect as failed sub-flows."""
     config = run.config
+    _carried.set(run)
     past = Past(skipped_in_a_row(run, k))
     while True:
         pin_subflow_index(by, k + past.waits * TRY)

@@ -85,15 +85,15 @@ def train_iteration(
     stage = run.stage(iteration, StageKind.TRAIN)
     if (done := stage.reference()) is not None:
         return done
-    prove_trainable(sequences.counts, read_table(sequences, "sequences"))
+    recorded = read_table(sequences, "sequences")
+    prove_trainable(sequences.counts, recorded)
     attempt = run.begin(stage, policy_version=base.policy_version)
     with _turn(run, base) as asleep:
         if isinstance(run.config.train.service, ProcessService):
             result, columns = _in_process(run, iteration, sequences, base, cache, say, attempt.name)
         else:
-            result, columns = _in_service(run, iteration, sequences, base, cache, attempt.name)
+            result, columns = _in_service(run, iteration, recorded, base, cache, attempt.name)
     attempt.write_table("columns", columns)
-    recorded = read_table(sequences, "sequences")
     _prove_log_probs(run, attempt, recorded, columns, base)
     drifted = _offline_drift(run, iteration, recorded, columns)
     compute = result.seconds["total"]
@@ -217,13 +217,13 @@ def release_trainer() -> None:
 
 
 def _in_service(
-    run: Run, iteration: int, sequences: Reference, base: Reference, cache: Path, attempt: str
+    run: Run, iteration: int, sequences: pa.Table, base: Reference, cache: Path, attempt: str
 ) -> tuple[TrainStepResult, pa.Table]:
     """The step by a trainer that stays open for the next one."""
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.service.one_shot import TrainStepResult
 
-    batch = TrainingSequences.from_table(read_table(sequences, "sequences"))
+    batch = TrainingSequences.from_table(sequences)
     trainer, again = _trainer_at(run, base, cache)
     try:
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))

@@ -80,7 +80,7 @@ def test_a_stage_from_outside_is_in_the_iteration_its_report_and_its_page(
         "tracking": {"enabled": False},
         "evaluation": {"every": 0},
     }
-    run = open_run(parse_config(tree | {"iterations": 2}))
+    run = open_run(parse_config(tree | {"iterations": 3}))
     publish_starting_policy(run, model_directory(tmp_path / "0"), {})
     for kind in ("refit", "collect", "validate"):
         monkeypatch.setattr(flows_iteration, kind, committed(kind))
@@ -92,8 +92,12 @@ def test_a_stage_from_outside_is_in_the_iteration_its_report_and_its_page(
     def training() -> None:
         with flows_iteration.iterating_on(source):
             iteration(run.config, 1)
+            # A run of several iterations is opened by the flow around them, once
+            monkeypatch.setattr(flows_iteration, "open_run", None)
+            flows_iteration.carry_out(run, 2)
 
     training()
+    assert run.is_reported(2)
     assert "difficulty" not in set(StageKind)
     manifests = iteration_manifests(run, 1)
     assert iteration_metrics(manifests)["difficulty/mean"] == 0.25
