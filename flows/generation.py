@@ -22,7 +22,7 @@ from flows._prefect.orphans import end_generation_loops
 from flows._prefect.reruns import pin_subflow_index
 from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
 from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
-from roundhouse.collection.asynchronous.runner import END_SECONDS
+from roundhouse.collection.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.stages.collect import training_tasks
 from roundhouse.stages.refit import engine_service

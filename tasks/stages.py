@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
     from roundhouse.collection.asynchronous.overlap import StepBatch
-    from roundhouse.collection.asynchronous.runner import RolloutRunner
+    from roundhouse.collection.runner import RolloutRunner
 
 
 def _progress(stage: str, **about: Any) -> collect_stage.Progress:

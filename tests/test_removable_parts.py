@@ -14,7 +14,7 @@ REMOVABLE = (
     "roundhouse.launch.kubernetes_jobs",
     "roundhouse.query",
     "roundhouse.view",
-    # the asynchronous runner, and the simulator of its controller
+    # collection while training runs, and the simulator of its controller
     "flows.generation",
     "roundhouse.collection.asynchronous",
     "roundhouse.simulation",

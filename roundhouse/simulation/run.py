@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.controller import Controller
-from roundhouse.collection.asynchronous.events import Continue, Event
-from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.events import Continue, Event
+from roundhouse.collection.pool import Key
 from roundhouse.config.simulation import (
     Constant,
     Distribution,

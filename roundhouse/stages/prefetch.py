@@ -17,11 +17,11 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
-from roundhouse.collection.asynchronous.dispatch import oldest_version
 from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
-from roundhouse.collection.asynchronous.runner import OpenIteration, Progress, RolloutRunner
 from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures, written_rollouts
+from roundhouse.collection.dispatch import oldest_version
+from roundhouse.collection.runner import OpenIteration, Progress, RolloutRunner
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
 from roundhouse.launch.base import Stopped

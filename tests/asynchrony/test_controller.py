@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.controller import Controller, replay
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.controller_journal import restore, snapshot, state_from_json
-from roundhouse.collection.asynchronous.events import (
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller, replay
+from roundhouse.collection.events import (
     Block,
     Continue,
     Hold,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import snapshot
-from roundhouse.collection.asynchronous.events import Transfer
-from roundhouse.collection.asynchronous.pool import GroupPool
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.events import Transfer
+from roundhouse.collection.pool import GroupPool
 from roundhouse.errors import DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 

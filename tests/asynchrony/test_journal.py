@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous import controller_journal as journal_module
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.controller import Controller
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal, snapshot
+from roundhouse.collection.controller import Controller
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import Location
 from tests.asynchrony.world import forward, terms

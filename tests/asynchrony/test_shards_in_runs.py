@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan, bound_of
+from roundhouse.collection.controller import Controller
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table

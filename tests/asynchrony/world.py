@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.controller import Controller
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.controller_journal import restore, snapshot
-from roundhouse.collection.asynchronous.events import Block, Continue, Event
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.controller import Controller
+from roundhouse.collection.events import Block, Continue, Event
 from roundhouse.config.rollout import Asynchrony
 
 

@@ -8,6 +8,12 @@ other learns of it; a state is a shorter way to what the segments say; what was 
 
 Segments go some time after two states have taken their place, so that a long run has no more of them than a short one. What
 has gone is not written again: there is a state of a later number.
+
+A run that begins or resumes gets its controller from the store (`resume`): from its journal, and from what the store holds that
+the journal does not say. Whatever was killed when, it agrees with the store: its version is the newest checkpoint's, a rollout
+counts as finished exactly when it is on disk with its turns (in a committed collect stage also as failed), and nothing runs.
+With a window the rollouts lie in generate stages, each committed when steps were decided on for all of its groups: the journal
+says so before, and nothing of it is open any more.
 """
 
 from __future__ import annotations
@@ -15,16 +21,22 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.controller import ControlledReplica, Controller
-from roundhouse.collection.asynchronous.events import Event, event_from_json, event_to_json
-from roundhouse.collection.asynchronous.pool import Group, RunningRollout
+from roundhouse.collection import events as happened
+from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.collector import written_rollouts
+from roundhouse.collection.controller import ControlledReplica, Controller
+from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
+from roundhouse.collection.events import Event, event_from_json, event_to_json
+from roundhouse.collection.pool import Group, RunningRollout
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import AlreadyExists, Location
+from roundhouse.store.run import Run, skip_of
 
 _SEGMENT = re.compile(r"events-(\d{8})\.jsonl")
 _STATE = re.compile(r"state-(\d{8})\.json")
@@ -271,3 +283,87 @@ def state_from_json(text: str | bytes) -> ControllerState:
         return ControllerState.model_validate_json(text)
     except ValidationError as error:
         raise DataError(f"The controller's state cannot be read: {error}. Replay its journal instead.") from None
+
+
+PLACE = "asynchrony"
+"""Of the journal, in the run."""
+
+
+def resume(run: Run, plan: Plan) -> Dispatch:
+    """The dispatch of a run that begins or resumes.
+
+    Raises:
+        StoreError: the journal and the checkpoints are not of one run.
+        DataError: the bound is narrower than that the run began with.
+    """
+    journal, terms = ControllerJournal(run.location / PLACE), bound_of(run)
+    controller = journal.load(terms, ())
+    dispatch = Dispatch(controller, journal)
+    latest = run.latest_checkpoint()
+    newest = run.first_version if latest is None else latest.policy_version
+    _skip_what_was_skipped(run, dispatch, newest)
+    try:
+        finished: list[tuple[int, int, int]] = []
+        failed: list[tuple[int, int]] = []
+        for iteration in _open_iterations(controller, newest):
+            stage = generated_in(run, iteration)
+            committed = stage.reference() is not None
+            if committed and controller.terms.chooses:
+                continue
+            keyed = plan.keyed(iteration, written_rollouts(stage.location))
+            own = finished_rollouts(keyed)
+            finished += own
+            if committed:
+                failed += sorted(keyed.keys() - {(position, sample) for position, sample, _ in own})
+        dispatch.tell(happened.Restarted(newest, tuple(finished), ((ENGINE, None),), tuple(failed)))
+    except DataError as error:
+        raise StoreError(
+            f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
+            f"--set resume.path={run.checkpoint(newest).location.uri} --set run_id=<name>."
+        ) from error
+    # What the controller has on record and the store lacks is rolled out again; in an open stage also what had failed
+    for iteration in _open_iterations(controller, controller.version):
+        stage = generated_in(run, iteration)
+        if stage.reference() is not None:
+            continue
+        own = finished_rollouts(plan.keyed(iteration, written_rollouts(stage.location)))
+        rounds = range(1, controller.pool.rounds_of(iteration) + 1)
+        keys = chain.from_iterable(plan.keys(iteration, number) for number in rounds)
+        forget(dispatch, keys, {(position, sample) for position, sample, _ in own})
+    dispatch.record(keep_state=True)
+    return dispatch
+
+
+def catch_up(run: Run, dispatch: Dispatch, version: int) -> None:
+    """Tell of iterations up to `version` that were skipped, which the controller did not hear of."""
+    with dispatch:
+        _skip_what_was_skipped(run, dispatch, version)
+
+
+def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
+    while dispatch.controller.version < version:
+        skipped = dispatch.controller.version + 1
+        if (skip := skip_of(run, skipped)) is None:
+            return
+        dispatch.tell(happened.IterationSkipped(skipped, skip.code))
+
+
+def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
+    """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
+    terms, pool = controller.terms, controller.pool
+    begun = {terms.iteration_of(position) for position in pool.groups}
+    if terms.chooses:  # a stage can end after the step that took the last of its groups
+        begun |= {terms.iteration_of(position) for position in pool.trained_ahead}
+        iteration = terms.iteration_of(pool.head) - 1
+        while iteration > run.first_version and generated_in(run, iteration).reference() is None:
+            begun.add(iteration)
+            iteration -= 1
+    return [iteration for iteration in sorted(begun) if generated_in(run, iteration).reference() is None]
+
+
+def _open_iterations(controller: Controller, version: int) -> range:
+    """Those that may have rollouts and have not been trained."""
+    terms = controller.terms
+    first = terms.iteration_of(controller.pool.head) - 1 if terms.chooses else version
+    last = version + 1 + terms.start_lag
+    return range(first + 1, min(last, terms.iterations) + 1)

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch, catch_up, resume, unfinished_iterations
-from roundhouse.collection.asynchronous.events import Train, Transfer
-from roundhouse.collection.asynchronous.in_process_runner import InProcessRunner
+from roundhouse.collection import events as happened
+from roundhouse.collection.asynchronous.controller_journal import catch_up, resume, unfinished_iterations
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, RolloutRunner
-from roundhouse.collection.asynchronous.shard_runner import ShardRunner
 from roundhouse.collection.collector import refuse_many_failures
+from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.events import Train, Transfer
+from roundhouse.collection.in_process_runner import InProcessRunner
+from roundhouse.collection.runner import LOOK_SECONDS, RolloutRunner
+from roundhouse.collection.shard_runner import ShardRunner
 from roundhouse.config.operations import stall_seconds
 from roundhouse.config.rollout import InProcessCollection
 from roundhouse.environments.base import TaskRow

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.pool import Key
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.pool import Key
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from roundhouse.activity import ACTIVITY
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch
-from roundhouse.collection.asynchronous.events import Continue
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.events import Continue
 from roundhouse.errors import InfraError
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run

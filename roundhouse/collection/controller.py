@@ -1,7 +1,7 @@
 """The weight-sync controller: which rollout may begin, which step trains on what, which replica gets which version.
 
 Invariants, in every mode and whatever fails:
-* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.asynchronous.bound`);
+* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.bound`);
 * each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
   on record as skipped;
 * an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.bound import StalenessBound
-from roundhouse.collection.asynchronous.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
-from roundhouse.collection.asynchronous.pool import GroupPool, Key
+from roundhouse.collection import events as happened
+from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
+from roundhouse.collection.pool import GroupPool, Key
 from roundhouse.errors import DataError
 
 

@@ -24,13 +24,13 @@ from itertools import islice
 
 from roundhouse.activity import ACTIVITY, Interrupted
 from roundhouse.collection import collector
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch, finished_rollouts, forget
-from roundhouse.collection.asynchronous.events import Block, Continue
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.collector import by_id
+from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
+from roundhouse.collection.events import Block, Continue
+from roundhouse.collection.pool import Key
+from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, split
 from roundhouse.config.rollout import Shards

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from roundhouse.activity import announce
 from roundhouse.collection import collector as stage_collector
-from roundhouse.collection.asynchronous import events as happened
-from roundhouse.collection.asynchronous.dispatch import ENGINE, Dispatch, finished_rollouts, forget
-from roundhouse.collection.asynchronous.events import Continue
+from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.plan import Plan
-from roundhouse.collection.asynchronous.pool import Key
-from roundhouse.collection.asynchronous.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.collector import Parts
+from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
+from roundhouse.collection.events import Continue
+from roundhouse.collection.pool import Key
+from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient

@@ -13,7 +13,7 @@ its rollouts then are among those to begin, before any of a later iteration. The
 have ended. A round whose group loses an outcome is decided on again: later rounds have not begun then.
 
 Pure, part of the controller's state. The rollouts themselves are in the parts of the collect stages (`collection.collector`),
-which a pool that comes out of a crash is compared with (`collection.asynchronous.dispatch`).
+which a pool that comes out of a crash is compared with (`collection.dispatch`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from roundhouse.collection.asynchronous.bound import StalenessBound
+from roundhouse.collection.bound import StalenessBound
 from roundhouse.errors import DataError
 
 Key = tuple[int, int]
