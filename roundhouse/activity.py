@@ -293,7 +293,7 @@ def supervised(
         Stalled: nothing in it moved for `limit` seconds.
     """
     with activity.track(stage, "stage", about) as token:
-        supervision = _Supervision(work)
+        supervision = Supervision(work)
         supervision.start()
         try:
             while not supervision.done.wait(max(0.01, min(1.0, limit / 5))):
@@ -312,8 +312,8 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main if supervision is None else supervision.cancellable(main))
 
 
-class _Supervision(Generic[T]):
-    """Work in a thread, and the means to end it."""
+class Supervision(Generic[T]):
+    """Work in a thread that other work had before it, and the means to end it."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.done = threading.Event()
@@ -386,7 +386,7 @@ class _Worker(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="stage worker", daemon=True)
-        self.works: queue.SimpleQueue[_Supervision[Any]] = queue.SimpleQueue()
+        self.works: queue.SimpleQueue[Supervision[Any]] = queue.SimpleQueue()
 
     def run(self) -> None:
         while True:
@@ -411,10 +411,10 @@ def _free_worker() -> _Worker:
         return worker
 
 
-_supervision: contextvars.ContextVar[_Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)
+_supervision: contextvars.ContextVar[Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)
 
 
-def _stalled(stage: str, about: str, limit: float, parts: list[Work], supervision: _Supervision[Any]) -> Stalled:
+def _stalled(stage: str, about: str, limit: float, parts: list[Work], supervision: Supervision[Any]) -> Stalled:
     stack = supervision.stack()
     leaves = sorted(parts, key=lambda work: (-round(work.silent_seconds, 1), work.seconds))  # a part before its whole
     named = "".join(f"\n  {work}" for work in leaves[:_NAMED])

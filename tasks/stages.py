@@ -159,18 +159,18 @@ def validate_batch(run: Run, iteration: int) -> Reference:
 
 
 @stage_task(name="collect", task_run_name="collect {iteration}")
-def prefetch_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any]) -> Reference | State[Any]:
+def prefetch_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Reference | State[Any]:
     """The collect stage, ahead of the iteration's training; cancelled when the loop ends before."""
     return _prefetch(run, iteration, runner)
 
 
 @stage_task(name="generate", task_run_name="generate {iteration}")
-def generate_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any]) -> Reference | State[Any]:
+def generate_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Reference | State[Any]:
     """The same of an iteration whose groups any step of the window may train on."""
     return _prefetch(run, iteration, runner)
 
 
-def _prefetch(run: Run, iteration: int, runner: RolloutRunner[Any]) -> Reference | State[Any]:
+def _prefetch(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Reference | State[Any]:
     from roundhouse.stages import prefetch
 
     reference = prefetch.prefetch_rollouts(run, iteration, runner, _progress("collect", iteration=iteration))
@@ -178,7 +178,7 @@ def _prefetch(run: Run, iteration: int, runner: RolloutRunner[Any]) -> Reference
 
 
 @stage_task(name="collect", task_run_name="collect {iteration}")
-def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: StepBatch) -> Reference:
+def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any, Any], batch: StepBatch) -> Reference:
     """The collect stage, from what was generated."""
     from roundhouse.stages import prefetch
 

@@ -22,11 +22,17 @@ floor(p / (P * rounds)), and the age of a rollout of any round is at most S.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from roundhouse.config.rollout import Asynchrony
 from roundhouse.errors import ConfigError
+from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.trajectories.records import Rollout
+
+Key = tuple[int, int]
+"""(position, sample)."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,45 @@ class StalenessBound:
             return None
         following = (evaluated // self.validate_every + 1) * self.validate_every
         return following if following <= version else None
+
+
+class PlannedRollouts:
+    """A plan's rollouts, as the controller counts them: positions of groups and numbers of samples."""
+
+    def __init__(self, bound: StalenessBound, specs: Callable[..., Sequence[RolloutSpec]]) -> None:
+        self.bound = bound
+        self.specs = specs
+        """The rollouts of a round of an iteration, the first unless it is named; groups in order, samples in order."""
+
+    def iteration_of(self, position: int) -> int:
+        return self.bound.iteration_of(position)
+
+    def groups(self, iteration: int, number: int = 1) -> tuple[int, ...]:
+        """The positions of the groups of an iteration's round."""
+        return tuple(self.bound.round_positions(iteration, number))
+
+    def samples(self, position: int) -> Iterator[Key]:
+        """The rollouts of a group."""
+        return ((position, sample) for sample in range(self.bound.group_size))
+
+    def spec(self, key: Key) -> RolloutSpec:
+        """The spec of a rollout of the controller's."""
+        groups, size = self.bound.groups, self.bound.group_size
+        specs = self.specs(self.iteration_of(key[0]), self.bound.round_of(key[0]))
+        return specs[key[0] % groups * size + key[1]]
+
+    def keys(self, iteration: int, number: int = 1) -> Iterator[Key]:
+        """The rollouts of a round as the controller calls them, in the order of `specs`."""
+        for position in self.groups(iteration, number):
+            yield from self.samples(position)
+
+    def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
+        """Rollouts of an iteration by their key; what is not of the plan is left out."""
+        left, found = {rollout.rollout_id: rollout for rollout in rollouts}, dict[Key, Rollout]()
+        for number in range(1, self.bound.rounds + 1):
+            if not left:
+                break
+            for key, spec in zip(self.keys(iteration, number), self.specs(iteration, number), strict=True):
+                if (rollout := left.pop(spec.rollout_id, None)) is not None:
+                    found[key] = rollout
+        return found

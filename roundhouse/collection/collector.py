@@ -1,7 +1,6 @@
-"""How a stage collects rollouts of one policy version in this process, the parts that it writes meanwhile, and the metrics.
+"""What a stage that collects in this process writes meanwhile, and its metrics.
 
-Invariant: when `collect` returns, each rollout that was asked for is in the store with its turns, and `commit` makes exactly
-these the stage's datasets, once each, from any worker.
+Invariant: `commit` makes exactly the rollouts that were kept or added the stage's datasets, once each.
 
     rollouts-a0002-00003.parquet, turns-…    finished rollouts with their turns; the manifest names those of the last attempt
     journal-a0002-00001.parquet              finished model calls of unfinished rollouts; in no manifest, deleted after it
@@ -16,42 +15,32 @@ least one model call; rates over all requested ones.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from roundhouse.activity import announce, run_interruptible
 from roundhouse.collection.shards import Shard
 from roundhouse.config.environments import MixtureEnvironment
-from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
-from roundhouse.config.rollout import InProcessCollection
+from roundhouse.config.models import RolloutConfig, RunConfig
 from roundhouse.errors import StoreError, TooFewRollouts
-from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import TurnJournal, collect
+from roundhouse.rollout.collector import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Reference
-from roundhouse.store.run import Run
 from roundhouse.store.stage import Attempt, Stage, read_part
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
-
-if TYPE_CHECKING:
-    from roundhouse.collection.sharded_collector import ShardedCollector
 
 Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
@@ -144,70 +133,6 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
 
 
-class InProcessCollector:
-    """Of one attempt at a stage: by this process alone."""
-
-    def __init__(self, config: RunConfig, parts: Parts) -> None:
-        self._config = config
-        self._parts = parts
-        self.metrics, self.commit = parts.metrics, parts.commit
-        """How it went, and the completion of the stage with all that was collected."""
-
-    def collect(
-        self,
-        specs: Sequence[RolloutSpec],
-        sampling: Sampling,
-        engine_url: str,
-        progress: Progress | None = None,
-        *,
-        on_policy: bool = True,
-        engine_version: int | None = None,
-    ) -> Collected:
-        """Collect what is missing of `specs`, so that all of them are in the parts of the newest attempt; again for another
-        round. `on_policy` as for `rollout.collector.collect`. `engine_version` is the one that the engine holds, where it is
-        not that of the parts."""
-        parts = self._parts
-        kept = parts.keep(specs)
-        missing = [spec for spec in specs if spec.rollout_id not in kept]
-        finished = len(kept)
-
-        def on_rollout(rollout: Rollout) -> None:
-            nonlocal finished
-            finished += 1
-            parts.add(rollout)
-            announce("rollout", tokens=rollout.generated_tokens, reward=rollout.reward)
-            if progress is not None:
-                progress(finished, len(specs))
-
-        async def work() -> list[Rollout]:
-            environment = open_environment(self._config.environment, self._config.store)
-            async with HttpPolicyClient(engine_url, self._config.generation) as policy, environment, parts.flushing():
-                return await collect(
-                    missing,
-                    policy,
-                    environment,
-                    self._config.rollout,
-                    sampling,
-                    on_rollout,
-                    on_policy=on_policy,
-                    policy_version=parts.policy_version if engine_version is None else engine_version,
-                    journal=parts.journal,
-                )
-
-        started = time.monotonic()
-        try:
-            fresh = {rollout.rollout_id: rollout for rollout in run_interruptible(work())}
-        finally:  # also when it was ended from outside
-            parts.flush()
-        window = time.monotonic() - started
-        return Collected([kept.get(spec.rollout_id) or fresh[spec.rollout_id] for spec in specs], window)
-
-    @staticmethod
-    def whole(rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
-        """Those of `rollouts` that are of these groups, with words and token IDs."""
-        return [each for each in rollouts if each.group_id in groups]
-
-
 def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
     """
     Raises:
@@ -222,15 +147,6 @@ def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, eng
         f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail} (engine: {engine_url}). "
         "What finished is kept; the next attempt generates only the rest."
     )
-
-
-def open_collector(run: Run, stage: Stage, policy_version: int) -> InProcessCollector | ShardedCollector:
-    """A new attempt at a stage, by the collector that `rollout.distribution` names."""
-    if isinstance(run.config.rollout.distribution, InProcessCollection):
-        return InProcessCollector(run.config, Parts(run.begin(stage, policy_version=policy_version), policy_version))
-    from roundhouse.collection.sharded_collector import ShardedCollector
-
-    return ShardedCollector(run, stage, policy_version)
 
 
 log = logging.getLogger(__name__)
@@ -290,6 +206,10 @@ class Parts:
                     part = part.filter(pc.is_in(part["rollout_id"], value_set=own))
                 self.journal.read(part, leave_out=spent | self._earlier.keys())
 
+    def finished(self, specs: Sequence[RolloutSpec]) -> Collection[str]:
+        """Ids of those of these rollouts that an earlier attempt finished."""
+        return {spec.rollout_id for spec in specs if spec.rollout_id in self._earlier}
+
     def keep(self, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
         """Take over those rollouts of `specs` that an earlier attempt finished; by id. Failed ones are to be tried again."""
         ids = [spec.rollout_id for spec in specs]
@@ -331,6 +251,9 @@ class Parts:
         self._delete(spent)
         return written
 
+    def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
+        return [each for each in rollouts if each.group_id in groups]
+
     def charge(self, cpu_seconds: float) -> None:
         self.attempt.charge(cpu_seconds)
 
@@ -357,23 +280,6 @@ class Parts:
                 self._location.delete(name)
         except StoreError as error:  # nothing depends on it, and `roundhouse store gc` finds the rest
             log.warning("Parts that have served stay: %s", error)
-
-    @asynccontextmanager
-    async def flushing(self) -> AsyncIterator[None]:
-        """Flush every `FLUSH_SECONDS` in this event loop. What the store refuses ends the work inside."""
-
-        async def again_and_again() -> None:
-            while True:
-                await asyncio.sleep(max(FLUSH_SECONDS, SHORTEST_SECONDS))
-                self.flush()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                clock = group.create_task(again_and_again())
-                yield
-                clock.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
 
 def _of(dataset: str, names: Iterable[str]) -> list[str]:

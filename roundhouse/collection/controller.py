@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 from roundhouse.collection import events as happened
-from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.bound import Key, StalenessBound
 from roundhouse.collection.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
-from roundhouse.collection.pool import GroupPool, Key
+from roundhouse.collection.pool import GroupPool
 from roundhouse.errors import DataError
 
 

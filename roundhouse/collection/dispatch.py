@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Protocol
 
 from roundhouse.collection import events as happened
+from roundhouse.collection.bound import Key
 from roundhouse.collection.controller import Controller
 from roundhouse.collection.events import Event
-from roundhouse.collection.pool import Key
 from roundhouse.trajectories.records import Rollout, Status
 
 ENGINE = "engine"

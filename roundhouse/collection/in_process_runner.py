@@ -12,25 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from roundhouse.activity import announce
+from roundhouse.activity import announce, run_interruptible
 from roundhouse.collection import collector as stage_collector
 from roundhouse.collection import events as happened
-from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.bound import Key
 from roundhouse.collection.collector import Parts
-from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
+from roundhouse.collection.dispatch import ENGINE, finished_rollouts, forget
 from roundhouse.collection.events import Continue
-from roundhouse.collection.pool import Key
 from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
-from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout import collector
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
-from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
 
 FLUSH_PATIENCE_SECONDS = 300.0
@@ -73,24 +70,21 @@ class OpenCollection:
         return self.made()
 
 
-class InProcessRunner(RolloutRunner[OpenCollection]):
+class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
     """See the module's docstring."""
 
-    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
-        super().__init__(run, plan, dispatch, engine_url)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._ready = threading.Event()
         self._running = 0
 
     # From the stage's thread
 
-    def open(
-        self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None
-    ) -> OpenCollection:
+    def open(self, iteration: int, attempt: Parts, progress: Progress | None = None) -> OpenCollection:
         while not self._ready.wait(LOOK_SECONDS):
-            self._refuse_ended()
-        version = iteration - 1  # that its step trains from
-        parts = Parts(self.run.begin(stage, policy_version=version), version, oldest_version)
-        opened = OpenCollection(iteration, parts, contextvars.copy_context(), progress)
+            pass
+        self._refuse_ended()
+        opened = OpenCollection(iteration, attempt, contextvars.copy_context(), progress)
         with self._dispatch as dispatch:
             pool, number = dispatch.controller.pool, 0
             while number < pool.rounds_of(iteration):  # fewer when a round turns out to have lost a rollout
@@ -111,17 +105,18 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         self, opened: OpenCollection, specs: Mapping[Key, RolloutSpec], counted: Iterable[Key]
     ) -> dict[Key, Rollout]:
         """Make the rollouts of a round the collection's; returns those of `counted` that earlier attempts finished."""
-        config, parts = self.run.config, opened.attempt
+        parts = opened.attempt
         by_id = parts.keep([specs[key] for key in counted])
         kept = {key: by_id[spec.rollout_id] for key, spec in specs.items() if spec.rollout_id in by_id}
         opened.keys += tuple(specs)
         opened.rollouts |= kept
         opened.collection = collector.RolloutCollection.of(
-            list(specs.values()),
+            [spec for key, spec in specs.items() if key not in kept],
             self._policy,
             self._environment,
-            config.rollout,
-            config.generation.sampling,
+            self.config.rollout,
+            self.sampling,
+            on_policy=self.on_policy,
             journal=parts.journal,
         )
         return kept
@@ -165,21 +160,21 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         return bool(opened.running)
 
     def _interrupt(self) -> None:
-        if self._ready.is_set():
+        if self._ready.is_set() and not self.ended.is_set():
             self._call_soon(self._main.cancel)
 
     # In the runner's thread
 
     def _run(self) -> None:
         try:
-            with attribute_to_this_stage():
-                asyncio.run(self._work())
+            run_interruptible(self._work())
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
             self.error = error
         finally:
             self.ended.set()
+            self._ready.set()
             self._dispatch.wake()
 
     async def _work(self) -> None:
@@ -189,9 +184,9 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         assert task is not None
         self._main = task
         self._dispatch.listen(self._look_again)
-        environment = open_environment(self.run.config.environment, self.run.config.store)
+        environment = open_environment(self.config.environment, self.config.store)
         try:
-            async with HttpPolicyClient(self.url, self.run.config.generation) as policy, environment:
+            async with HttpPolicyClient(self.url, self.config.generation) as policy, environment:
                 self._policy = policy
                 self._environment: EnvironmentClient = environment
                 async with asyncio.TaskGroup() as group:
@@ -206,7 +201,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
             await self._flush()
 
     async def _admit(self, group: asyncio.TaskGroup) -> None:
-        slots = self.run.config.rollout.concurrency or math.inf
+        slots = self.config.rollout.concurrency or math.inf
         while True:
             change = self._change
             while self._running < slots and (begun := self._begin()) is not None:
@@ -262,7 +257,7 @@ class InProcessRunner(RolloutRunner[OpenCollection]):
         for opened in list(self._open.values()):
             opened.attempt.flush()
         self._dispatch.record()
-        self._cpu_seconds = time.thread_time()
+        self._count_cpu()
 
     async def _flush_again_and_again(self) -> None:
         while True:

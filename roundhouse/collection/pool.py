@@ -21,11 +21,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from roundhouse.collection.bound import StalenessBound
+from roundhouse.collection.bound import Key, StalenessBound
 from roundhouse.errors import DataError
-
-Key = tuple[int, int]
-"""(position, sample)."""
 
 
 @dataclass(slots=True)

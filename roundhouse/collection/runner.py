@@ -1,4 +1,4 @@
-"""What rolls out the plan of an overlapped run: the interface between the generation loop and its two runners.
+"""What rolls out a plan: the interface between those that collect and the two runners.
 
 Invariants: a rollout begins only when the controller admits it and its iteration is open; its outcome is in the store before
 the controller's journal says that it finished; when the runner has ended, however it ended, nothing of it runs any more and
@@ -13,21 +13,23 @@ One thread admits. It begins rollouts itself (`InProcessRunner`) or gives whole 
 
 from __future__ import annotations
 
-import contextvars
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from roundhouse.activity import ACTIVITY
+from roundhouse.activity import ACTIVITY, GRACE_SECONDS, Supervision
 from roundhouse.collection import events as happened
-from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.bound import PlannedRollouts
+from roundhouse.collection.collector import Progress
 from roundhouse.collection.dispatch import ENGINE, Dispatch
 from roundhouse.collection.events import Continue
+from roundhouse.config.models import RunConfig, Sampling
+from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
+from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.manifest import Reference
-from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout
 
 END_SECONDS = 60.0
@@ -35,12 +37,17 @@ END_SECONDS = 60.0
 LOOK_SECONDS = 1.0
 """How often a thread that waits checks whether the others are still there."""
 
-Progress = Callable[[int, int], None]
-"""Called with (finished, planned)."""
-
 
 class CollectAttempt(Protocol):
     """One attempt at a collect stage: by this process (`Parts`) or by shards (`ShardedAttempt`)."""
+
+    def finished(self, specs: Sequence[RolloutSpec]) -> Container[str]:
+        """Ids of those of these rollouts that earlier attempts may have finished: a runner that opens them looks closer."""
+        ...
+
+    def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
+        """Those of `rollouts`, which it made, that are of these groups, with words and token IDs."""
+        ...
 
     def charge(self, cpu_seconds: float) -> None:
         """Count CPU seconds of threads that worked for it (`roundhouse.cpu`)."""
@@ -98,14 +105,27 @@ class OpenIteration(Protocol):
 
 
 O = TypeVar("O", bound=OpenIteration)  # noqa: E741
+A = TypeVar("A", bound=CollectAttempt)
 
 
-class RolloutRunner(ABC, Generic[O]):
+class RolloutRunner(ABC, Generic[O, A]):
     """See the module's docstring. `open`, `wait` and `close` are called from the thread of the iteration's stage."""
 
-    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
-        self.run = run
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: PlannedRollouts,
+        dispatch: Dispatch,
+        engine_url: str,
+        *,
+        sampling: Sampling | None = None,
+        on_policy: bool = True,
+    ) -> None:
+        """`sampling`: unset, the run's own. `on_policy` as for `rollout.collector.collect`."""
+        self.config = config
         self.plan = plan
+        self.sampling = config.generation.sampling if sampling is None else sampling
+        self.on_policy = on_policy
         self.url = engine_url
         self.error: BaseException | None = None
         """What ended the runner."""
@@ -117,12 +137,13 @@ class RolloutRunner(ABC, Generic[O]):
         self._stopped = threading.Event()
         self._ending_seconds = 0.0
         """How long workers outside this process take to end."""
-        self._cpu_seconds = self._spent_seconds = 0.0
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=lambda: context.run(self._run), name="rollout runner", daemon=True)
+        self._began_cpu = self._cpu_seconds = self._spent_seconds = 0.0
+        self._supervision: Supervision[None] | None = None
+        """Of the runner's thread, which does other work after it: environments may start programs that end with it."""
 
     def start(self) -> None:
-        self._thread.start()
+        self._supervision = Supervision(self._carry_out)
+        self._supervision.start()
 
     def stop(self) -> None:
         """End the runner: rollouts are cancelled, what finished is written down.
@@ -134,15 +155,19 @@ class RolloutRunner(ABC, Generic[O]):
         self._interrupt()
         self._dispatch.wake()
         limit = END_SECONDS + self._ending_seconds
-        if self._thread.is_alive():
-            self._thread.join(limit)
-        if self._thread.is_alive():
+        if self._supervision is not None and not self._supervision.done.wait(limit):
             raise InfraError(f"The rollout runner has not ended within {limit:g} s.")
 
+    def interrupt(self) -> None:
+        """End the runner even where a rollout holds its thread, as far as that can be (`activity.Supervision.interrupt`)."""
+        self._stopped.set()
+        if self._supervision is not None:
+            self._supervision.interrupt(GRACE_SECONDS)
+
     @abstractmethod
-    def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> O:
-        """Let an iteration's rollouts begin, in a new attempt at `stage`; what earlier attempts finished is kept, unless a
-        version before `oldest_version` made it.
+    def open(self, iteration: int, attempt: A, progress: Progress | None = None) -> O:
+        """Let an iteration's rollouts begin, in an attempt at its stage; what earlier attempts finished is kept, as far as the
+        controller counts it.
 
         Raises:
             InfraError: the runner has ended, or what its workers run on does not answer.
@@ -220,6 +245,15 @@ class RolloutRunner(ABC, Generic[O]):
         with self._dispatch:
             spent, self._spent_seconds = self._cpu_seconds - self._spent_seconds, self._cpu_seconds
         return spent
+
+    def _carry_out(self) -> None:
+        self._began_cpu = time.thread_time()
+        with attribute_to_this_stage():
+            self._run()
+
+    def _count_cpu(self) -> None:
+        """In the runner's thread."""
+        self._cpu_seconds = time.thread_time() - self._began_cpu
 
     @abstractmethod
     def _run(self) -> None:

@@ -21,24 +21,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from roundhouse.activity import ACTIVITY, Interrupted
 from roundhouse.collection import collector
 from roundhouse.collection import events as happened
-from roundhouse.collection.asynchronous.plan import Plan
+from roundhouse.collection.bound import Key
 from roundhouse.collection.collector import by_id
 from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
 from roundhouse.collection.events import Block, Continue
-from roundhouse.collection.pool import Key
 from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
-from roundhouse.collection.shards import Shard, begun_on, split
+from roundhouse.collection.shards import Shard, begun_on, shares, split
 from roundhouse.config.rollout import Shards
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.launch.base import Launcher, Program, Stopped
-from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage
 from roundhouse.trajectories.records import Rollout, Status
 
 log = logging.getLogger(__name__)
@@ -176,11 +174,11 @@ class RunningShard:
                     not opened.attempt.may_repeat(self.shard.task, error, opened.stopped)
                     and not opened.stopped.is_set()
                 ):
-                    opened.error = error
+                    opened.error = opened.error or error
             except Stopped:
                 pass
             except Exception as error:  # noqa: BLE001 - the stage raises it
-                opened.error = error
+                opened.error = error  # rather than one of a lost worker: to repeat cannot help
             finally:
                 with self.dispatch as dispatch:
                     self.evict("its stage was given up" if opened.stopped.is_set() else "its worker was lost")
@@ -234,21 +232,20 @@ class RunningShard:
             self.opened.outcomes[self.shard.place] = outcome
 
 
-class ShardRunner(RolloutRunner[OpenShards]):
+class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
     """See the module's docstring."""
 
-    def __init__(self, run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> None:
-        distribution = run.config.rollout.distribution
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        distribution = self.config.rollout.distribution
         assert isinstance(distribution, Shards), "a collection in this process has no shards"
-        super().__init__(run, plan, dispatch, engine_url)
         self._distribution = distribution
         self._at_work: set[RunningShard] = set()
 
     # From the stage's thread
 
-    def open(self, iteration: int, stage: Stage, oldest_version: int, progress: Progress | None = None) -> OpenShards:
+    def open(self, iteration: int, attempt: ShardedAttempt, progress: Progress | None = None) -> OpenShards:
         self._refuse_ended()
-        attempt = ShardedAttempt(self.run, stage, iteration - 1, oldest_version)
         opened = OpenShards(iteration, attempt, contextvars.copy_context(), progress)
         pool, number = self._dispatch.controller.pool, 0
         while number < pool.rounds_of(iteration):  # fewer when a round turns out to have lost a shard
@@ -284,17 +281,21 @@ class ShardRunner(RolloutRunner[OpenShards]):
 
     def _shards(self, opened: OpenShards, number: int) -> list[OpenShard]:
         """Those of a round."""
-        # The share of `rollout.concurrency` is the same for all shards: any of them may be at work at once
-        config, count = self.run.config, self._distribution.shards
-        share = None if config.rollout.concurrency is None else max(1, config.rollout.concurrency // count)
-        keys, sampling = self.plan.keys(opened.iteration, number), config.generation.sampling
+        concurrency, count = self.config.rollout.concurrency, self._distribution.shards
+        shards = split(self.plan.specs(opened.iteration, number), count)
+        limits: list[int | None] = [None] * len(shards)
+        if concurrency is not None:  # where shards of several iterations are at work at once, any may meet any
+            is_alone = self.plan.bound.start_lag == 0
+            limits = [*shares(concurrency, len(shards))] if is_alone else [max(1, concurrency // count)] * len(shards)
+        keys = self.plan.keys(opened.iteration, number)
+        opened.attempt.rounds += 1
         return [
             OpenShard(
                 shard,
-                opened.attempt.task(shard, sampling, self.url, share, round_number=number),
+                opened.attempt.task(shard, self.sampling, self.url, limit, on_policy=self.on_policy),
                 tuple(islice(keys, len(shard.specs))),
             )
-            for shard in split(self.plan.specs(opened.iteration, number), count)
+            for shard, limit in zip(shards, limits, strict=True)
         ]
 
     def _launch(self, opened: OpenShards, missing: Sequence[OpenShard]) -> None:
@@ -351,7 +352,7 @@ class ShardRunner(RolloutRunner[OpenShards]):
         for each in shards:
             is_settled = all(position in settled for position, _ in each.keys)
             outcome = opened.attempt.left_before(each.shard, each.task, is_settled)
-            if outcome is None:
+            if outcome is None and self._dispatch.is_journalled:  # else a worker sees what is there
                 written = written or by_id(opened.attempt.stage)
                 outcome = opened.attempt.taken_over(each.shard, written, is_settled)
             if outcome is not None:
@@ -383,20 +384,19 @@ class ShardRunner(RolloutRunner[OpenShards]):
 
     def _run(self) -> None:
         try:
-            with attribute_to_this_stage():
-                recorded = time.monotonic()
-                while not self._stopped.is_set():
-                    with self._dispatch as dispatch:
-                        if (begun := self._begin()) is None:
-                            dispatch.wait(LOOK_SECONDS)
-                        self._cpu_seconds = time.thread_time()
-                    if begun is not None:
-                        collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
-                        name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
-                        threading.Thread(target=collect, name=name, daemon=True).start()
-                    if time.monotonic() - recorded >= collector.FLUSH_SECONDS:
-                        self._dispatch.record()
-                        recorded = time.monotonic()
+            recorded = time.monotonic()
+            while not self._stopped.is_set():
+                with self._dispatch as dispatch:
+                    if (begun := self._begin()) is None:
+                        dispatch.wait(LOOK_SECONDS)
+                    self._count_cpu()
+                if begun is not None:
+                    collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
+                    name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
+                    threading.Thread(target=collect, name=name, daemon=True).start()
+                if time.monotonic() - recorded >= collector.FLUSH_SECONDS:
+                    self._dispatch.record()
+                    recorded = time.monotonic()
         except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
             self.error = error
         try:

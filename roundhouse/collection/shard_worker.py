@@ -24,8 +24,9 @@ from roundhouse.fast_imports import gc_paused
 with gc_paused():
     from roundhouse.activity import ACTIVITY
     from roundhouse.activity import logger as announcements
-    from roundhouse.collection.collector import InProcessCollector, Parts
+    from roundhouse.collection.collector import Parts
     from roundhouse.collection.shards import ShardReport, ShardSpec
+    from roundhouse.collection.single_version import Collector
     from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.store.location import Location
@@ -67,13 +68,9 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
         finished = count
 
     with _telling(lambda: say(f"{shard.label}: {finished} of {len(shard.specs)} rollouts")):
-        collected = InProcessCollector(spec.config, parts).collect(
-            shard.specs,
-            spec.sampling,
-            spec.engine_url,
-            on_progress,
-            on_policy=spec.on_policy,
-            engine_version=spec.began_on,
+        held = version if spec.began_on is None else spec.began_on
+        collected = Collector(spec.config, parts, held).collect(
+            shard.specs, spec.sampling, spec.engine_url, on_progress, on_policy=spec.on_policy
         )
     # of this process since its start, and of those that it has waited for, such as sandboxes
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

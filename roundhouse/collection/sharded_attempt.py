@@ -35,7 +35,7 @@ from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
 from roundhouse.retry import Backoff
 from roundhouse.rollout.collector import ResumptionCounts
-from roundhouse.rollout.plan import reorder
+from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
@@ -85,6 +85,8 @@ class ShardedAttempt:
         """Workers that were lost, by the place of their shard's reports."""
         self._oldest_version = oldest_version
         self._attempt = run.begin(stage, policy_version=policy_version)
+        self.rounds = 0
+        """Those that were begun, of which each is split into shards of its own."""
         self._outcomes: list[ShardOutcome] = []
         self._cost: dict[str, float] = {}
 
@@ -96,12 +98,11 @@ class ShardedAttempt:
         concurrency: int | None,
         *,
         on_policy: bool = True,
-        round_number: int = 1,
     ) -> Program:
-        """What a worker of this shard is given. Another attempt finds what was left for the same shard."""
+        """What a worker of this shard of the newest round is given. Another attempt finds what was left for the same one."""
         config, provenance = self.run.config, self._attempt.provenance
         depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
-        name = f"{shard.label}-{round_number}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
+        name = f"{shard.label}-{self.rounds}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
         place = self.stage.location / WRITERS / name
         rollout = config.rollout.model_copy(update={"concurrency": concurrency, "distribution": InProcessCollection()})
         spec = ShardSpec(
@@ -143,6 +144,10 @@ class ShardedAttempt:
             is_progress=lambda line: finished_in(line) is not None,
             environment=gym,
         )
+
+    def finished(self, specs: Sequence[RolloutSpec]) -> frozenset[str]:
+        """All that an earlier attempt may have finished; which shards are whole, `left_before` says."""
+        return frozenset(spec.rollout_id for spec in specs) if self._attempt.number > 1 else frozenset()
 
     def open_launcher(self, programs: Sequence[Program]) -> Launcher:
         """What starts the workers of these programs; what the stage began and does not want any more is ended."""

@@ -15,9 +15,9 @@ from roundhouse.collection.collector import (
     Collected,
     Progress,
     metrics_by_environment,
-    open_collector,
     refuse_many_failures,
 )
+from roundhouse.collection.single_version import open_collector
 from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError

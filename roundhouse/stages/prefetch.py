@@ -22,6 +22,7 @@ from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures, written_rollouts
 from roundhouse.collection.dispatch import oldest_version
 from roundhouse.collection.runner import OpenIteration, Progress, RolloutRunner
+from roundhouse.collection.single_version import begin_attempt
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
 from roundhouse.launch.base import Stopped
@@ -36,7 +37,7 @@ from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 
 def prefetch_rollouts(
-    run: Run, iteration: int, runner: RolloutRunner[Any], progress: Progress | None = None
+    run: Run, iteration: int, runner: RolloutRunner[Any, Any], progress: Progress | None = None
 ) -> Reference | None:
     """The stage of an iteration's own rollouts; None when the runner was ended before, which loses nothing that is on disk.
 
@@ -51,7 +52,8 @@ def prefetch_rollouts(
     chooses = config.asynchrony.window > 1
     oldest = max(run.first_version, iteration - 1 - config.asynchrony.start_lag(config.rollout.prompts_per_iteration))
     with attribute_to_this_stage():
-        opened = runner.open(iteration, stage, oldest, progress)
+        attempt = begin_attempt(run, stage, iteration - 1, oldest)  # the version that its step trains from
+        opened = runner.open(iteration, attempt, progress)
         try:
             if (sampled := _in_rounds(run, runner, opened)) is None:
                 return None
@@ -62,18 +64,18 @@ def prefetch_rollouts(
         rollouts = opened.settle()
         ledger = Ledger.from_rollouts(rollouts, requested=len(rollouts) if chooses else opened.planned)
         return opened.attempt.commit(
-            inputs=_weights_of(run, rollouts) | runner.plan.draw_of(iteration).inputs,
+            inputs=_weights_of(run, rollouts) | _plan_of(runner).draw_of(iteration).inputs,
             counts=ledger.counts(),
             metrics=Collected(rollouts, opened.window_seconds).metrics()
             | metrics_by_environment(config, rollouts, "mixture/")
             | opened.attempt.metrics()
             | sampled.metrics()
-            | runner.plan.draw_of(iteration).metrics(sampled.tasks),
+            | _plan_of(runner).draw_of(iteration).metrics(sampled.tasks),
             details=_generated_by(run, iteration, rollouts, ledger) | sampled.details(),
         )
 
 
-def _in_rounds(run: Run, runner: RolloutRunner[Any], opened: OpenIteration) -> Sampled | None:
+def _in_rounds(run: Run, runner: RolloutRunner[Any, Any], opened: OpenIteration) -> Sampled | None:
     """One round of an open iteration, or under dynamic sampling as many as it takes; None when the runner was ended before.
 
     Raises:
@@ -94,14 +96,14 @@ def _in_rounds(run: Run, runner: RolloutRunner[Any], opened: OpenIteration) -> S
         return rollouts
 
     try:
-        sampled = runner.plan.sample(opened.iteration, roll_out)
+        sampled = _plan_of(runner).sample(opened.iteration, roll_out)
     except Stopped:
         return None
     runner.end_rounds(opened, sampled.rounds)
     return sampled
 
 
-def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: StepBatch) -> Reference:
+def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any, Any], batch: StepBatch) -> Reference:
     """The collect stage of a step whose groups were chosen: a copy of their rollouts.
 
     Raises:
@@ -115,7 +117,7 @@ def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any], batch: 
             )
         return done
     attempt = run.begin(stage, policy_version=iteration - 1)
-    groups, plan = dict(batch.at_hand), runner.plan
+    groups, plan = dict(batch.at_hand), _plan_of(runner)
     missing = {position for position in batch.groups if position not in groups}
     for origin in {plan.iteration_of(position) for position in missing}:
         groups |= _written(run, plan, origin, missing & set(plan.groups(origin)))
@@ -155,6 +157,11 @@ def _written(run: Run, plan: Plan, iteration: int, positions: set[int]) -> dict[
     raise StoreError(
         f"{place.uri} has lost {', '.join(lost)}, of a group that a step was decided on. Restore its files, or fork the run."
     )
+
+
+def _plan_of(runner: RolloutRunner[Any, Any]) -> Plan:
+    assert isinstance(runner.plan, Plan), "an overlapped run rolls out its own plan"
+    return runner.plan
 
 
 def _weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:

@@ -93,7 +93,7 @@ class Lane:
         if run.latest_checkpoint() is None:
             publish(run, 0)
         self.dispatch = resume(run, self.plan)
-        self.runner = ShardRunner(run, self.plan, self.dispatch, engine.url)
+        self.runner = ShardRunner(run.config, self.plan, self.dispatch, engine.url)
         self.runner.start()
 
     @property
@@ -331,7 +331,7 @@ def test_a_shard_that_is_in_the_store_needs_no_worker_with_its_report_or_without
     run = open_run(parse_config(settings(str(tmp_path))))
     lane = Lane(run, engine)
     lane.transfer(0)
-    opened = lane.runner.open(1, run.stage(1, "collect"), 0)
+    opened = lane.runner.open(1, ShardedAttempt(run, run.stage(1, "collect"), 0, 0))
     assert lane.runner.wait(opened)
     lane.runner.stop()
     place = run.stage(1, "collect").location

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.activity import ACTIVITY, Stalled, supervised
-from roundhouse.collection.sharded_collector import ShardedCollector
+from roundhouse.collection.sharded_attempt import ShardedAttempt
 from roundhouse.collection.shards import Shard, shares, split
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
@@ -350,9 +350,9 @@ def test_failures_are_weighed_over_all_shards_and_the_next_attempt_makes_only_th
 
 def test_an_error_of_a_worker_reaches_the_stage_as_it_was_raised_there(tmp_path: Path) -> None:
     run, _ = begun(str(tmp_path / "store"), 2)
-    distributed = ShardedCollector(run, run.stage(1, "collect"), 0)
+    attempt = ShardedAttempt(run, run.stage(1, "collect"), 0)
     shard = Shard(1, 2, [RolloutSpec("g", 0, {"task_id": "g"}, 1)])
-    task = distributed._sharded.task(shard, run.config.generation.sampling, "http://127.0.0.1:9", 1)
+    task = attempt.task(shard, run.config.generation.sampling, "http://127.0.0.1:9", 1)
     (tmp_path / "file").write_text("no directory")
     broken = task.spec.model_copy(update={"stage": (tmp_path / "file" / "stage").as_uri()})
     with SubprocessLauncher(run) as processes, pytest.raises(StoreError, match=r"writers s0001of0002 of attempt"):

@@ -14,19 +14,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from roundhouse.collection import events as happened
 from roundhouse.collection.asynchronous.controller_journal import catch_up, resume, unfinished_iterations
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.collector import refuse_many_failures
-from roundhouse.collection.dispatch import ENGINE, Dispatch
+from roundhouse.collection.dispatch import ENGINE
 from roundhouse.collection.events import Train, Transfer
-from roundhouse.collection.in_process_runner import InProcessRunner
-from roundhouse.collection.runner import LOOK_SECONDS, RolloutRunner
-from roundhouse.collection.shard_runner import ShardRunner
+from roundhouse.collection.runner import LOOK_SECONDS
+from roundhouse.collection.single_version import runner_of
 from roundhouse.config.operations import stall_seconds
-from roundhouse.config.rollout import InProcessCollection
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
 from roundhouse.store.manifest import Reference
@@ -67,7 +64,7 @@ class Overlap:
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
         """Of this life among all of the run's; each writes to the journal when it begins."""
-        self.runner = runner_of(run, self.plan, self.dispatch, engine_url)
+        self.runner = runner_of(run.config, self.plan, self.dispatch, engine_url)
         self.error: BaseException | None = None
         """What ended the generation loop."""
         self.ended = False
@@ -255,10 +252,3 @@ class Overlap:
     def _refuse_ended(self) -> None:
         if self.ended:
             raise self.error or GenerationLoopEnded("The generation loop has ended.")
-
-
-def runner_of(run: Run, plan: Plan, dispatch: Dispatch, engine_url: str) -> RolloutRunner[Any]:
-    """The runner that `rollout.distribution` names."""
-    if isinstance(run.config.rollout.distribution, InProcessCollection):
-        return InProcessRunner(run, plan, dispatch, engine_url)
-    return ShardRunner(run, plan, dispatch, engine_url)

@@ -13,11 +13,10 @@ With a window, a step trains on groups of several iterations, so these are calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.pool import Key
+from roundhouse.collection.bound import PlannedRollouts, StalenessBound
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw
@@ -51,52 +50,17 @@ def generated_in(run: Run, iteration: int) -> Stage:
     return run.stage(iteration, StageKind.GENERATE if run.config.asynchrony.window > 1 else StageKind.COLLECT)
 
 
-class Plan:
+class Plan(PlannedRollouts):
     """See the module's docstring."""
 
     def __init__(self, run: Run, tasks: Sequence[TaskRow] | None = None) -> None:
         """`tasks`: the training tasks; unset, all of the environment."""
         self._run = run
         self._config = config = run.config
-        self._bound = bound_of(run)
         self._tasks = open_environment(config.environment).tasks("train") if tasks is None else tasks
         self.draw_of = lru_cache(maxsize=KEPT)(self._draw_of)
         """What the tasks of an iteration are drawn by; asked for when its rollouts may begin."""
-        self.specs = lru_cache(maxsize=KEPT)(self._specs)
-        """The rollouts of a round of an iteration, the first unless it is named; groups in order, samples in order."""
-
-    def iteration_of(self, position: int) -> int:
-        return self._bound.iteration_of(position)
-
-    def groups(self, iteration: int, number: int = 1) -> tuple[int, ...]:
-        """The positions of the groups of an iteration's round."""
-        return tuple(self._bound.round_positions(iteration, number))
-
-    def samples(self, position: int) -> Iterator[Key]:
-        """The rollouts of a group."""
-        return ((position, sample) for sample in range(self._config.rollout.group_size))
-
-    def spec(self, key: Key) -> RolloutSpec:
-        """The spec of a rollout of the controller's."""
-        groups, size = self._config.rollout.prompts_per_iteration, self._config.rollout.group_size
-        specs = self.specs(self.iteration_of(key[0]), self._bound.round_of(key[0]))
-        return specs[key[0] % groups * size + key[1]]
-
-    def keys(self, iteration: int, number: int = 1) -> Iterator[Key]:
-        """The rollouts of a round as the controller calls them, in the order of `specs`."""
-        for position in self.groups(iteration, number):
-            yield from self.samples(position)
-
-    def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
-        """Rollouts of an iteration by their key; what is not of the plan is left out."""
-        left, found = {rollout.rollout_id: rollout for rollout in rollouts}, dict[Key, Rollout]()
-        for number in range(1, self._bound.rounds + 1):
-            if not left:
-                break
-            for key, spec in zip(self.keys(iteration, number), self.specs(iteration, number), strict=True):
-                if (rollout := left.pop(spec.rollout_id, None)) is not None:
-                    found[key] = rollout
-        return found
+        super().__init__(bound_of(run), lru_cache(maxsize=KEPT)(self._specs))
 
     def sample(self, iteration: int, roll_out: Callable[[list[RolloutSpec]], list[Rollout]]) -> Sampled:
         """Roll out an iteration's tasks, in as many rounds as it takes (`roundhouse.rollout.plan.sample_rounds`)."""
@@ -108,7 +72,7 @@ class Plan:
             iteration,
             roll_out,
             history,
-            named_by_iteration=self._bound.chooses,
+            named_by_iteration=self.bound.chooses,
         )
 
     def draw_metrics(self, iteration: int) -> dict[str, float]:
@@ -116,7 +80,7 @@ class Plan:
         return self.draw_of(iteration).metrics([spec.row for spec in self.specs(iteration) if spec.sample == 0])
 
     def _draw_of(self, iteration: int) -> RecordedDraw:
-        return recorded_draw(self._run, iteration - 1 - self._bound.start_lag)
+        return recorded_draw(self._run, iteration - 1 - self.bound.start_lag)
 
     def _specs(self, iteration: int, number: int = 1) -> tuple[RolloutSpec, ...]:
         rollout, seed, history = self._config.rollout, self._config.seed, self.draw_of(iteration).history
@@ -125,5 +89,5 @@ class Plan:
             for each in range(1, number + 1)
             for row in round_tasks(self._tasks, rollout, seed, iteration, each, history)
         ]
-        planned = plan_rollouts(rows, rollout.group_size, seed, iteration, named_by_iteration=self._bound.chooses)
+        planned = plan_rollouts(rows, rollout.group_size, seed, iteration, named_by_iteration=self.bound.chooses)
         return tuple(planned[-rollout.prompts_per_iteration * rollout.group_size :])
