@@ -350,21 +350,22 @@ class Supervision(Generic[T]):
         frame: FrameType | None = sys._current_frames().get(self.thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:])
 
-    def interrupt(self, grace: float) -> None:
-        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself."""
-        self.given_up = True
+    def interrupt(self, grace: float, until: threading.Event | None = None) -> None:
+        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself, until it is
+        done or this other event is set."""
+        self.given_up, done = True, until or self.done
         if (main := self._main) is not None:
             loop, task = main
             if not loop.is_closed():
                 loop.call_soon_threadsafe(task.cancel)
-            if self.done.wait(grace / 2):
+            if done.wait(grace / 2):
                 return
         deadline = time.monotonic() + grace / 2
         while self.thread.ident is not None and time.monotonic() < deadline:
             # Again and again: in an event loop it ends one coroutine, and the next one may block in the same way.
             # Raised in that thread when it next runs Python code
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Interrupted))
-            if self.done.wait(_INTERRUPT_SECONDS):
+            if done.wait(_INTERRUPT_SECONDS):
                 return
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundhouse.activity import announce, run_interruptible
+from roundhouse.activity import GRACE_SECONDS, Supervision, announce, run_interruptible
 from roundhouse.collection import collector as stage_collector
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import Key
@@ -31,6 +31,9 @@ from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout, Status
 
 FLUSH_PATIENCE_SECONDS = 300.0
+INTERRUPT_SECONDS = GRACE_SECONDS / 5
+"""For the event loop of a stage that its watchdog has given up to be cancelled, then for its thread to be interrupted: both
+within the time that the stage has to end."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ready = threading.Event()
+        self._left = threading.Event()
+        """The event loop has ended."""
         self._running = 0
 
     # From the stage's thread
@@ -156,6 +161,14 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
                     dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
                 self._call_soon(task.cancel)
 
+    def interrupt(self) -> None:
+        def end(supervision: Supervision[None]) -> None:
+            if not self._left.wait(INTERRUPT_SECONDS):
+                supervision.interrupt(INTERRUPT_SECONDS, until=self._left)
+
+        if self._supervision is not None:  # in a thread that is not interrupted, as the caller's is again and again
+            threading.Thread(target=end, args=(self._supervision,), daemon=True).start()
+
     def _is_at_work(self, opened: OpenCollection) -> bool:
         return bool(opened.running)
 
@@ -167,7 +180,11 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
 
     def _run(self) -> None:
         try:
-            run_interruptible(self._work())
+            try:
+                run_interruptible(self._work())
+            finally:  # however the event loop ended
+                self._left.set()
+                self._write_down()
         except asyncio.CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the generation loop
@@ -197,8 +214,6 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
                     await self._admit(group)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        finally:
-            await self._flush()
 
     async def _admit(self, group: asyncio.TaskGroup) -> None:
         slots = self.config.rollout.concurrency or math.inf
@@ -254,6 +269,9 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
             self._look_again()
 
     async def _flush(self) -> None:
+        self._write_down()
+
+    def _write_down(self) -> None:
         for opened in list(self._open.values()):
             opened.attempt.flush()
         self._dispatch.record()
@@ -262,7 +280,7 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
     async def _flush_again_and_again(self) -> None:
         while True:
             await asyncio.sleep(max(stage_collector.FLUSH_SECONDS, stage_collector.SHORTEST_SECONDS))
-            await self._flush()
+            self._write_down()
 
     def _look_again(self) -> None:
         self._call_soon(self._on_change)

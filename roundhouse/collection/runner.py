@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from roundhouse.activity import ACTIVITY, GRACE_SECONDS, Supervision
+from roundhouse.activity import ACTIVITY, Supervision
 from roundhouse.collection import events as happened
 from roundhouse.collection.bound import PlannedRollouts
 from roundhouse.collection.collector import Progress
@@ -159,10 +159,7 @@ class RolloutRunner(ABC, Generic[O, A]):
             raise InfraError(f"The rollout runner has not ended within {limit:g} s.")
 
     def interrupt(self) -> None:
-        """End the runner even where a rollout holds its thread, as far as that can be (`activity.Supervision.interrupt`)."""
-        self._stopped.set()
-        if self._supervision is not None:
-            self._supervision.interrupt(GRACE_SECONDS)
+        """While `stop` waits: end rollouts even where one holds the runner's thread, as far as that can be."""
 
     @abstractmethod
     def open(self, iteration: int, attempt: A, progress: Progress | None = None) -> O:

@@ -15,8 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
+from roundhouse.activity import ACTIVITY, Interrupted, Stalled, supervised
 from roundhouse.collection import collector
 from roundhouse.config.loading import parse_config
+from roundhouse.environments.search import GuessNumber
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
@@ -267,3 +269,27 @@ def test_a_full_disk_ends_the_collection_while_it_runs(
     with pytest.raises(StoreError, match="the disk is full"):
         collect_iteration(run, 1, weights, engine.url)
     assert time.monotonic() - begun_at < 30
+
+
+def test_a_rollout_that_holds_the_thread_of_all_others_is_given_up_with_them_and_the_next_attempt_makes_all(
+    tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = begun(str(tmp_path))
+    ended_by: list[type[BaseException]] = []
+
+    def hold(*_: Any) -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        except BaseException as error:
+            ended_by.append(type(error))
+            raise
+
+    with monkeypatch.context() as planted:
+        planted.setattr(GuessNumber, "verify", hold)
+        with pytest.raises(Stalled, match="nothing has moved"):
+            supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)
+    assert ended_by[0] is Interrupted
+    assert ACTIVITY.is_quiescent(), "nothing is left behind"
+    reference = collect_iteration(run, 1, weights, engine.url)
+    assert reference.counts["completed"] == TASKS * GROUP
