@@ -120,6 +120,9 @@ def train_server(
     data_parallel_replicate: Annotated[
         int, typer.Option("--data-parallel-replicate", help="Groups of ranks with the whole model each.", min=1)
     ] = 1,
+    expert_parallel: Annotated[
+        int, typer.Option("--expert-parallel", help="Ranks that have different experts.", min=1)
+    ] = 1,
     timeout_seconds: Annotated[
         float, typer.Option("--timeout-seconds", help="Time limit of one verb with several ranks.")
     ] = 3600.0,
@@ -152,6 +155,7 @@ def train_server(
         "context_parallel": context_parallel,
         "tensor_parallel": tensor_parallel,
         "data_parallel_replicate": data_parallel_replicate,
+        "expert_parallel": expert_parallel,
         "timeout_seconds": timeout_seconds,
     }
     machine = _train_machine(model, {"device": device, "threads": threads, "service": {"kind": "resident", **layout}})

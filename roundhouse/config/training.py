@@ -97,9 +97,13 @@ class RankedService(Section):
     """Groups of neighbouring ranks that hold the whole model each, sharded over the group (HSDP): layers are gathered inside of
     a group, such as a machine or a pod, and only gradients travel between groups, once an update. It divides the ranks."""
 
+    expert_parallel: PositiveInt = 1
+    """Neighbouring ranks that have different experts of each layer and exchange tokens, for models of many experts: no rank
+    gathers all of a layer, or keeps the gradient of all. It divides `processes` and the number of experts."""
+
     @model_validator(mode="after")
     def _ranks_in_groups(self, info: ValidationInfo) -> Self:
-        context, tensor = self.context_parallel, self.tensor_parallel
+        context, tensor, experts = self.context_parallel, self.tensor_parallel, self.expert_parallel
         if is_recorded(info):
             return self
         if self.processes % (context * tensor):
@@ -108,6 +112,17 @@ class RankedService(Section):
                 f"train.service.context_parallel is {context}{product}, but train.service.processes is {self.processes}, "
                 f"which it does not divide. Set processes to {context * tensor} or a multiple of it."
             )
+        if self.processes % experts:
+            raise ValueError(
+                f"train.service.expert_parallel is {experts}, but train.service.processes is {self.processes}, which it does "
+                f"not divide. Set processes to {experts} or a multiple of it."
+            )
+        for key in ("tensor_parallel", "data_parallel_replicate"):
+            if experts > 1 and getattr(self, key) > 1:
+                raise ValueError(
+                    f"train.service.expert_parallel is {experts}, but {key} is {getattr(self, key)}: of the other layouts it "
+                    "combines with context_parallel only. Set one of them to 1."
+                )
         if tensor > 1 and self.data_parallel_replicate > 1:
             raise ValueError(
                 f"train.service.data_parallel_replicate is {self.data_parallel_replicate}, but tensor_parallel is {tensor}: "
@@ -270,12 +285,12 @@ class TrainConfig(Section):
     @property
     def parallelism(self) -> dict[str, int]:
         """How ranks share microbatches, matrices and the model, by the keys of `service`."""
-        keys = ("context_parallel", "tensor_parallel", "data_parallel_replicate")
+        keys = ("context_parallel", "tensor_parallel", "data_parallel_replicate", "expert_parallel")
         return {key: getattr(self.service, key, 1) for key in keys}
 
     @model_validator(mode="after")
     def _layout_fits(self, info: ValidationInfo) -> Self:
-        context, tensor, _ = self.parallelism.values()
+        context, tensor, _, _ = self.parallelism.values()
         if is_recorded(info):
             return self
         if tensor > 1 and self.lora is not None:

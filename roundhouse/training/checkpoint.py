@@ -160,10 +160,9 @@ def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:
         merges = isinstance(operation, MergeModulelist) and operation.dim == 0
         if not merges and not (isinstance(operation, Concatenate | Transpose) and min(dimensions) > 0):
             return False
-    experts = [len(parameter) for parameter in model.parameters() if parameter.ndim > 2]
-    return all(
-        -(-count // ranks.shards) * (ranks.shards - 1) < count for count in experts
-    )  # transformers fails on none
+    over = ranks.shards // ranks.expert_groups
+    experts = [len(parameter) // ranks.expert_groups for parameter in model.parameters() if parameter.ndim > 2]
+    return all(-(-count // over) * (over - 1) < count for count in experts)  # transformers fails on none
 
 
 def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict[str, list[str]]:

@@ -12,8 +12,10 @@ backward of the trainer's own scorer on fake tensors, which have shapes and no b
     critic                 12 bytes per parameter (weights and moments; fewer in 8 bits), spread, taken to be as large as the
                            policy without its output layer; policy and critic learn one after the other, so that one of them
                            has gradients
-    gathered weights       FSDP2: the root's group and two layers, in the compute type
-    whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`)
+    gathered weights       FSDP2: the root's group and two layers, in the compute type; with `train.service.expert_parallel`
+                           those experts alone that a rank has, which are taken to compute as many tokens as it sends
+    whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`) that a
+                           rank gathers
     reduction              FSDP2: the largest group's gradient, and as much in float32
     activations, logits    of one microbatch, or a rank's part of it (`train.service.context_parallel`), at the moment when both
                            together are most
@@ -28,7 +30,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +57,12 @@ from roundhouse.training.layers import (
 )
 from roundhouse.training.optimizer import BLOCK, in_blocks
 from roundhouse.training.packing import Microbatch, Span
-from roundhouse.training.tensor_parallel import refuse_unfit_shape, refuse_without_plan
+from roundhouse.training.tensor_parallel import (
+    expert_modules,
+    refuse_unfit_experts,
+    refuse_unfit_shape,
+    refuse_without_plan,
+)
 
 with lean_transformers():
     from transformers import AutoModelForCausalLM
@@ -139,11 +146,15 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         ConfigError: the model cannot be trained with this section or so many ranks, or its passes cannot be followed without
             weights.
     """
-    context, tensor, replicas = train.parallelism.values()
+    context, tensor, replicas, experts = train.parallelism.values()
     if ranks % (context * tensor * replicas):
         raise ConfigError(
             f"train.service.context_parallel is {context}, tensor_parallel {tensor} and data_parallel_replicate {replicas}, "
             f"whose product does not divide {ranks} ranks. Plan for a multiple of it."
+        )
+    if ranks % experts:
+        raise ConfigError(
+            f"train.service.expert_parallel is {experts}, which does not divide {ranks} ranks. Plan for a multiple of it."
         )
     refuse_unfit_layout(model, train)
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
@@ -151,8 +162,11 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     with built.mode:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
-        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
         learns = [parameter.shape for parameter in built.model.parameters() if parameter.requires_grad]
+        if experts > 1:
+            _leave_experts_of_one(built.model, experts)
+        held = sum(parameter.numel() for parameter in built.model.parameters())
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
     section = train.algorithm.critic_section
@@ -168,7 +182,8 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
     if ranks > 1:
-        element, root, layer = built.model.dtype.itemsize, whole - sum(layers), max(layers)
+        element, root, layer = built.model.dtype.itemsize, held - sum(layers), max(layers)
+        share = 1 - (whole - held) / learning if trained == whole else 1.0  # of gradients; experts may be frozen
         reducing = {
             "gathered weights": element * (root + 2 * layer + max(root, layer)),
             "reduction": (element + 4) * max(root, layer) * learning // whole,
@@ -176,7 +191,7 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         passing["gathered weights"] = element * (root + 2 * layer)
         kept = dict(bytes_)
         if train.reduce_gradients == "update":
-            bytes_["whole gradients"] = 4 * learning
+            bytes_["whole gradients"] = int(4 * learning * share)
             kept = bytes_ | {"gradients": 0}  # parts of the sum exist once it is made
         bytes_ = max(kept | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
     else:
@@ -207,14 +222,40 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
     """Refuse a model that the ranks of `train.service` cannot share.
 
     Raises:
-        ConfigError: its heads or its inner features do not divide, or transformers has no plan that splits it.
+        ConfigError: its heads, inner features or experts do not divide, or transformers has no plan that splits it.
     """
-    context, tensor, _ = train.parallelism.values()
+    context, tensor, _, experts = train.parallelism.values()
     if tensor > 1:
         refuse_unfit_shape(model, tensor)
         refuse_without_plan(_without_bytes(model))
     if context > 1:
         refuse_unfit_heads(model, context, tensor)
+    if experts > 1:
+        refuse_unfit_experts(_without_bytes(model), experts)
+
+
+def _leave_experts_of_one(model: PreTrainedModel, ranks: int) -> None:
+    """Leave each layer the experts of one of so many ranks, which computes as many tokens as it sends to all of them."""
+    for module in expert_modules(model):
+        for name, whole in list(module.named_parameters(recurse=False)):
+            part = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=whole.dtype)
+            module.register_parameter(name, torch.nn.Parameter(part, whole.requires_grad))
+        own: Any = module
+        own.num_experts, own._is_expert_parallel, own.forward = own.num_experts // ranks, True, _exchanging(own.forward)
+
+
+def _exchanging(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Experts' forward pass with the tensors that the exchange makes: of each token, and what an expert makes of it, two."""
+
+    def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        pairs = index_TK.reshape(-1, 1)
+        received = hidden_TD[pairs.argsort(0)[:, 0] // index_TK.shape[1]].clone()
+        returned = compute(received, torch.zeros_like(pairs), torch.ones_like(pairs, dtype=hidden_TD.dtype)).clone()
+        ordered = torch.empty_like(returned)
+        ordered[pairs.argsort(0)[:, 0]] = returned
+        return (ordered.view(*index_TK.shape, -1) * weights_TK.unsqueeze(-1)).sum(1)
+
+    return forward
 
 
 def tensors_of(model: PreTrainedConfig) -> int:
@@ -251,7 +292,7 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         memory: bytes that a rank may take.
     """
     said: list[str] = []
-    context, tensor, replicas = train.parallelism.values()
+    context, tensor, replicas, experts = train.parallelism.values()
     sizes = (2, 4, 8, 16, 32, 64)
     for key, value in _SAVINGS:
         if getattr(train, key) == value or (key == "reduce_gradients" and ranks == 1):
@@ -267,15 +308,16 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
             said.append("train.service.data_parallel_replicate=1")
             if plan_memory(model, train, ranks, tokens).total <= memory:
                 return said
-        for size in sizes if train.packing else ():
-            if size <= context or ranks % (size * tensor):
-                continue
-            shared = train.model_copy(update={"service": service.model_copy(update={"context_parallel": size})})
-            with suppress(ConfigError):  # the policy's heads do not divide
-                if plan_memory(model, shared, ranks, tokens).total <= memory:
-                    return [*said, f"train.service.context_parallel={size}"]
+        for key, now in (("expert_parallel", experts), ("context_parallel", context if train.packing else max(sizes))):
+            for size in sizes:
+                if size <= now or ranks % (size * tensor):
+                    continue
+                shared = train.model_copy(update={"service": service.model_copy(update={key: size})})
+                with suppress(ConfigError):  # the policy's heads or experts do not divide, or it has none
+                    if plan_memory(model, shared, ranks, tokens).total <= memory:
+                        return [*said, f"train.service.{key}={size}"]
     for count in sizes:
-        if count <= ranks or count % (context * tensor):
+        if count <= ranks or count % (context * tensor) or count % experts:
             continue
         if plan_memory(model, train, count, tokens).total <= memory:
             return [*said, f"train.service.processes={count}"]

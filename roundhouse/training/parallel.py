@@ -52,6 +52,9 @@ class Ranks:
     mesh: DeviceMesh | None = None
     """[replicate, fsdp] with several replicas, [fsdp, tp] with tensor parallelism; None: every rank has other rows of the one
     model. Ranks of a replica are neighbours, and those that split a matrix are."""
+    experts: DeviceMesh | None = None
+    """[efsdp, ep], all ranks: neighbours along `ep` have different experts of a layer, those along `efsdp` other rows of the
+    same; None: experts are sharded as all else."""
 
     @property
     def leads(self) -> bool:
@@ -77,6 +80,11 @@ class Ranks:
     def shards(self) -> int:
         """Ranks over which the rows of a parameter are spread."""
         return self.size // (self.replicas * self.columns)
+
+    @property
+    def expert_groups(self) -> int:
+        """Groups of ranks that have different experts of a layer."""
+        return 1 if self.experts is None else self.experts["ep"].size()
 
     def _along(self, dimension: str) -> int:
         present = self.mesh is not None and dimension in (self.mesh.mesh_dim_names or ())
@@ -154,6 +162,7 @@ def join(
     context_parallel: int = 1,
     tensor_parallel: int = 1,
     data_parallel_replicate: int = 1,
+    expert_parallel: int = 1,
 ) -> Ranks:
     """This process's place, from what `torchrun` put into the environment; alone when it put nothing there.
 
@@ -162,6 +171,7 @@ def join(
         context_parallel: ranks that share each microbatch by its positions.
         tensor_parallel: neighbouring ranks that share each matrix.
         data_parallel_replicate: groups of neighbouring ranks that hold the whole model each.
+        expert_parallel: neighbouring ranks that have different experts of a layer.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes, or the ranks cannot be grouped so.
@@ -173,6 +183,11 @@ def join(
             f"train.service.context_parallel is {context_parallel}, tensor_parallel {tensor_parallel} and "
             f"data_parallel_replicate {data_parallel_replicate}, but {size} ranks were started, which their product does not "
             "divide. Start as many as train.service.processes says."
+        )
+    if size % expert_parallel:
+        raise ConfigError(
+            f"train.service.expert_parallel is {expert_parallel}, but {size} ranks were started, which it does not divide. "
+            "Start as many as train.service.processes says."
         )
     if size == 1:
         return Ranks()
@@ -200,6 +215,11 @@ def join(
         sizes = {"replicate": data_parallel_replicate, "fsdp": sharding, "tp": tensor_parallel}
         sizes = {name: count for name, count in sizes.items() if count > 1 or name == "fsdp"}
         ranks = replace(ranks, mesh=init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    if expert_parallel > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        by_experts = (size // expert_parallel, expert_parallel)
+        ranks = replace(ranks, experts=init_device_mesh(device, by_experts, mesh_dim_names=("efsdp", "ep")))
     if context_parallel > 1:
         by_group = np.arange(size).reshape(-1, context_parallel, tensor_parallel).swapaxes(1, 2)
         groups = by_group.reshape(-1, context_parallel).tolist()
@@ -257,9 +277,9 @@ def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch
     """The rows of a tensor in their order, in pieces, on one rank; nothing on the others, which send theirs. Collective where
     the tensor is spread over ranks: each of them exhausts the iterator.
 
-    Where FSDP2 alone spreads it by rows, the ranks of the owner's replica send pieces of at most PIECE_BYTES, or of one row,
-    and none holds more of the tensor than its own rows and a piece. Of a matrix that tensor parallelism splits too, every rank
-    has the whole for a moment; this, and a tensor that is not spread, is one piece.
+    Where it is spread by rows, the ranks of the owner's replica send pieces of at most PIECE_BYTES, or of one row, and none
+    holds more of the tensor than its own rows and a piece. Of a matrix that tensor parallelism splits too, every rank has the
+    whole for a moment; this, and a tensor that is not spread, is one piece.
 
     Raises:
         InfraError: a rank is lost.
@@ -269,24 +289,20 @@ def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch
         if owns:
             yield mine
         return
-    if (mesh := _row_mesh(mine)) is None:
+    if (holders := _row_holders(mine)) is None:
         whole = full(mine)
         if owns:
             yield whole
         return
-    import torch.distributed as distributed
-
-    members = distributed.get_process_group_ranks(mesh.get_group())
-    if owner not in members:
+    if owner not in (holder for holder, _, _ in holders):
         return
-    local, rows = mine.to_local(), -(-len(tensor) // mesh.size())
+    local = mine.to_local()
     step = max(1, PIECE_BYTES // (max(1, tensor.shape[1:].numel()) * tensor.element_size()))
-    for place, holder in enumerate(members):
+    for holder, first, last in holders:
         if not owns and holder != ranks.rank:
             continue
-        count = max(0, min(rows, len(tensor) - place * rows))
-        for begin in range(0, count, step):
-            end = min(begin + step, count)
+        for begin in range(0, last - first, step):
+            end = min(begin + step, last - first)
             piece = local[begin:end] if holder == ranks.rank else local.new_empty(end - begin, *tensor.shape[1:])
             _passed_on(piece.contiguous(), ranks, holder, owner)
             if owns:
@@ -336,10 +352,11 @@ def sent_row(
     mine: Any = tensor.detach()
     if not hasattr(mine, "to_local"):
         return change(mine[row : row + 1]) if ranks.rank == owner else None
-    holder, index = divmod(row, -(-len(mine) // ranks.shards))
-    holder += owner - owner % ranks.shards
-    if ranks.rank not in (holder, owner):
+    holders = _row_holders(mine) or []
+    holder, begin = next((rank, begin) for rank, begin, end in holders if begin <= row < end)
+    if owner not in (rank for rank, _, _ in holders) or ranks.rank not in (holder, owner):
         return None
+    index = row - begin
     held = ranks.rank == holder
     local = mine.to_local()
     one = change(local[index : index + 1] if held else local.new_empty(1, *local.shape[1:])).contiguous()
@@ -355,31 +372,48 @@ def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     placements: Any = parameter.placements  # type: ignore[attr-defined]
-    if (over := _row_mesh(parameter)) is None:
+    if (holders := _row_holders(parameter)) is None:
         from transformers.distributed.sharding_utils import DtensorShardOperation
 
         local: Any = DtensorShardOperation(parameter).shard_tensor(whole, device=mesh.device_type)  # type: ignore[arg-type]
         local = local.contiguous() if local.data_ptr() != whole.data_ptr() else local.clone()
     else:
-        rows = -(-len(whole) // over.size())
-        begin = min(over.get_local_rank() * rows, len(whole))
-        local = whole[begin : begin + rows].to(mesh.device_type, copy=True)
+        import torch.distributed as distributed
+
+        begin, end = next((begin, end) for rank, begin, end in holders if rank == distributed.get_rank())
+        local = whole[begin:end].to(mesh.device_type, copy=True)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _row_mesh(tensor: Any) -> DeviceMesh | None:
-    """The ranks of this replica over which FSDP2 has spread a tensor by rows; None where tensor parallelism splits it, too."""
+def _row_holders(tensor: Any) -> list[tuple[int, int, int]] | None:
+    """The ranks of this replica over which a tensor is spread by rows, each with the first of its rows and the one after the
+    last, in the order of rows; None where tensor parallelism splits it, too."""
     mesh: DeviceMesh = tensor.device_mesh
-    if mesh.ndim == 1:
-        return mesh
-    return mesh["fsdp"] if "replicate" in (mesh.mesh_dim_names or ()) else None
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        return None
+    if "ep" in names:  # a group's experts are neighbours in the tensor
+        groups = mesh.mesh.T.tolist()
+    else:
+        import torch.distributed as distributed
+
+        over = mesh["fsdp"] if "replicate" in names else mesh
+        groups = [distributed.get_process_group_ranks(over.get_group())]
+    count = len(tensor) // len(groups)
+    rows = -(-count // len(groups[0]))
+    return [
+        (rank, number * count + min(place * rows, count), number * count + min((place + 1) * rows, count))
+        for number, group in enumerate(groups)
+        for place, rank in enumerate(group)
+    ]
 
 
 def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks, device: str, dtype: str) -> None:
     """Spread parameters, and later gradients and optimizer state, over the ranks of a replica with FSDP2; nothing when alone.
 
     A layer's parameters are whole only while it computes; all others of `root` form a group of their own. Gradients are summed
-    over the ranks, not averaged: what a rank contributes is already scaled by counts of the whole update. Under bfloat16
+    over the ranks, not averaged: what a rank contributes is already scaled by counts of the whole update. Experts that ranks
+    have split before are spread over those with the same; their gradients are sums over tokens of all ranks. Under bfloat16
     parameters are gathered and used in it, and gradients are reduced in float32.
     """
     if ranks.size == 1:
@@ -393,6 +427,10 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
         mesh = ranks.mesh if ranks.replicas > 1 else ranks.mesh["fsdp"]
     reduced = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = reduced if dtype == "bfloat16" else MixedPrecisionPolicy()
+    if ranks.experts is not None:
+        for module in [*root.modules()]:
+            if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False)):
+                fully_shard(module, mesh=ranks.experts["efsdp"], mp_policy=policy)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # after a pass without gradient the root too has to be gathered anew, because an update may come before the next
@@ -418,7 +456,7 @@ def reduce_gradients(root: torch.nn.Module, *, shards: bool, replicas: bool) -> 
 def clip_gradient(root: torch.nn.Module, limit: float, ranks: Ranks) -> float:
     """Scale the gradient down to this norm where it is larger; the norm that it had, over all ranks."""
     parameters = [parameter for parameter in root.parameters() if parameter.grad is not None]
-    if ranks.columns == 1:
+    if ranks.columns == 1 and ranks.experts is None:
         return float(full(torch.nn.utils.clip_grad_norm_(parameters, limit)))
     parts: list[tuple[torch.Tensor, int]] = []
     for parameter in parameters:

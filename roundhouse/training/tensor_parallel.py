@@ -1,7 +1,7 @@
-"""Tensor parallelism: the matrices of each layer split over neighbouring ranks, by transformers' plan for the model.
+"""The matrices of each layer, or its experts, split over neighbouring ranks by transformers' plans for the model.
 
-Invariant: the ranks of a group compute the same rows and return the same log-probabilities; of attention each computes its
-heads, of the feed-forward layers its columns.
+**Tensor parallelism.** Invariant: the ranks of a group compute the same rows and return the same log-probabilities; of
+attention each computes its heads, of the feed-forward layers its columns.
 
     q, k, v, gate, up     by columns: each rank has some heads, and some of the inner features
     o, down               by rows: each rank's product is a part of the sum, which one all-reduce makes
@@ -10,12 +10,25 @@ heads, of the feed-forward layers its columns.
 FSDP2 shards both kinds over the other ranks. Norms of single heads (`q_norm`, `k_norm`) are whole but see a rank's own heads
 only, so that their gradients are parts of a sum. transformers adds them up in each backward pass, and with them what earlier
 passes have added up already; here this is done once, before the update (`sum_partial_gradients`).
+
+**Expert parallelism.** Invariant: each rank computes its own rows, as without it; an expert computes those of all ranks of its
+group, so that its gradient is the group's sum. In each layer a rank sends every token to the ranks that have its experts, and
+they send back what these make of it:
+
+    two ranks, 4 experts      rank 0                    rank 1
+    attention, router         its own tokens            its own tokens
+    experts                   0, 1 for tokens of both   2, 3 for tokens of both
+
+Ranks with the same experts share them by FSDP2, and all else is sharded over all ranks. transformers loads models so only where
+`ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) has no such bound.
 """
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from roundhouse.errors import ConfigError
 
@@ -52,6 +65,44 @@ def refuse_without_plan(model: PreTrainedModel) -> None:
             f"train.service.tensor_parallel is set, but {type(model).__name__} {what}; only columns and rows are known. Set it "
             "to 1."
         )
+
+
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split the experts of each layer over the ranks of the mesh's dimension `ep`, which send each other tokens.
+
+    Raises:
+        ConfigError: as `refuse_unfit_experts`.
+    """
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+    refuse_unfit_experts(model, mesh["ep"].size())
+    apply_expert_parallelism(model, mesh["ep"], None, model.ep_plan)  # type: ignore[arg-type]  # no two have the same tokens
+
+
+def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
+    """Refuse a model without experts, or whose experts so many ranks cannot divide.
+
+    Raises:
+        ConfigError: names what does not fit, and the sizes that do.
+    """
+    key, plan = f"train.service.expert_parallel is {size}", model.ep_plan or {}
+    if set(plan.values()) != {"grouped_gemm", "ep_dispatch_experts"}:
+        what = (
+            f"spreads its experts by {', '.join(sorted({*plan.values()}))}" if plan else "has none to spread over ranks"
+        )
+        raise ConfigError(
+            f"{key}, but {type(model).__name__} {what}; only experts that tokens are sent to are known. Set it to 1."
+        )
+    for experts in expert_modules(model):
+        if (count := len(next(experts.parameters(recurse=False)))) % size:
+            fitting = " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise ConfigError(f"{key}, which does not divide the policy's {count} experts. Set it to {fitting}.")
+
+
+def expert_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """A layer's experts each, with parameters whose rows are the experts."""
+    dispatched = {name for name, style in (model.ep_plan or {}).items() if style == "ep_dispatch_experts"}
+    return [module for name, module in model.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in dispatched]
 
 
 def sum_partial_gradients(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -338,11 +338,20 @@ def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
     blocks = {"service": {"kind": kind, "processes": 4, "tensor_parallel": 2}, "optimizer": {"moments": "8-bit"}}
     with pytest.raises(ConfigError, match=r"moments is 8-bit, but train\.service\.tensor_parallel is 2: .* to float32"):
         parse_config({"run_id": "a", "train": blocks})
-    for each in (train, padded, both, unsharded, adapter, replicas, split, blocks):
+    third = {"service": {"kind": kind, "processes": 4, "expert_parallel": 3}}
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel is 3, but train\.service\.processes is 4, .* processes to 3"
+    ):
+        parse_config({"run_id": "a", "train": third})
+    for other in ("tensor_parallel", "data_parallel_replicate"):
+        apart = {"service": {"kind": kind, "processes": 4, "expert_parallel": 2, other: 2}}
+        with pytest.raises(ConfigError, match=rf"expert_parallel is 2, but {other} is 2: .* Set one of them to 1"):
+            parse_config({"run_id": "a", "train": apart})
+    for each in (train, padded, both, unsharded, adapter, replicas, split, blocks, third, apart):
         parse_config({"run_id": "a", "train": each}, recorded=True)
     service = {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 2}
     found = parse_config({"run_id": "a", "train": {"service": service}}).train.parallelism
-    assert found == {"context_parallel": 2, "tensor_parallel": 2, "data_parallel_replicate": 1}
+    assert found == {"context_parallel": 2, "tensor_parallel": 2, "data_parallel_replicate": 1, "expert_parallel": 1}
 
 
 def test_a_replica_of_the_trainer_may_be_a_pod() -> None:

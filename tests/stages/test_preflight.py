@@ -95,6 +95,10 @@ def heads_that_cannot_be_split(_: Path) -> dict[str, Any]:
     return {"train": {"service": {"kind": "resident", "processes": 4, "tensor_parallel": 2}}}
 
 
+def experts_of_a_dense_model(_: Path) -> dict[str, Any]:
+    return {"train": {"service": {"kind": "resident", "processes": 2, "expert_parallel": 2}}}
+
+
 def unknown_dataset(directory: Path) -> dict[str, Any]:
     return {"offline": {"datasets": ["nightly"]}, "train": {"algorithm": {"kind": "cross_entropy"}}}
 
@@ -121,6 +125,7 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
             heads_that_cannot_be_split,
             "train.service.tensor_parallel is 2, which does not divide the policy's 1 heads of keys",
         ),
+        (experts_of_a_dense_model, "expert_parallel is 2, but Qwen3ForCausalLM has none to spread over ranks; only"),
         (no_heldout_share, "Set environment.heldout_fraction, or train without evaluation"),
     ],
     ids=lambda fault: getattr(fault, "__name__", ""),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import GraniteMoeSWAConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
@@ -27,6 +27,10 @@ LARGE = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
     intermediate_size=28_672,
 )  # fmt: skip
+ROUTED: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 512, "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def plan(ranks: int = 1, tokens: int = 512, shape: Any = SMALL, **train: Any) -> MemoryPlan:
@@ -144,6 +148,48 @@ def test_ranks_that_split_the_matrices_hold_their_part_of_the_layers() -> None:
         ConfigError, match=r"tensor_parallel is set, but Qwen3MoeForCausalLM splits its layers by .* to 1"
     ):
         plan(8, shape=Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=1024), service=service)
+
+
+def test_ranks_with_different_experts_gather_their_own_alone() -> None:
+    shape = Qwen3MoeConfig(**ROUTED)
+    settings: dict[str, Any] = {"shape": shape, "dtype": "bfloat16"}
+    service = {"kind": "resident", "processes": 4, "expert_parallel": 4}
+    whole, spread = plan(4, 2048, **settings), plan(4, 2048, service=service, **settings)
+    others = shape.num_hidden_layers * 3 * 512 * 256 * 6  # experts of a layer that a rank has not
+    assert spread.parameters == whole.parameters
+    for kind in ("weights", "moments"):
+        assert spread.bytes[kind] == whole.bytes[kind]
+    assert whole.bytes["whole gradients"] - spread.bytes["whole gradients"] == 4 * others
+    assert spread.bytes["gathered weights"] < whole.bytes["gathered weights"]
+    each = {"logits_chunk_tokens": 1024, "activation_checkpointing": True, "reduce_gradients": "microbatch"}
+    train = TrainConfig.model_validate({"service": service | {"expert_parallel": 1}, "dtype": "bfloat16"} | each)
+    enough = plan(4, 2048, service=service, **settings, **each).total
+    assert remedies(shape, train, 4, 2048, enough)[-1] == "train.service.expert_parallel=4"
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "ranks", "told"),
+    [
+        (Qwen3Config, {}, 4, "expert_parallel is 4, but Qwen3ForCausalLM has none to spread .* Set it to 1"),
+        (
+            Qwen3MoeConfig,
+            {"num_experts": 6},
+            4,
+            "is 4, which does not divide the policy's 6 experts. Set it to 1 or 2 or 3 or",
+        ),
+        (Qwen3MoeConfig, {}, 6, "expert_parallel is 4, which does not divide 6 ranks"),
+        (
+            GraniteMoeSWAConfig,
+            {},
+            4,
+            "is 4, but GraniteMoeSWAForCausalLM spreads its experts by .*moe_tp_experts; only",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_have_are_refused(shape: Any, changes: Any, ranks: int, told: str) -> None:
+    service = {"kind": "resident", "processes": 4, "expert_parallel": 4}
+    with pytest.raises(ConfigError, match=told):
+        plan(ranks, shape=shape(**ROUTED | changes), service=service, dtype="bfloat16")
 
 
 def test_seventy_billion_parameters_are_planned_and_made_to_fit() -> None:

@@ -177,6 +177,10 @@ def test_ranks_beneath_an_actor_write_what_resident_ranks_write(
     [
         (("--processes", "2", "--context-parallel", "3"), "context_parallel is 3.*processes is 2"),
         (("--processes", "16", "--tensor-parallel", "8"), "heads"),
+        (
+            ("--processes", "2", "--expert-parallel", "2"),
+            "expert_parallel is 2, but Qwen3ForCausalLM has none to spread",
+        ),
         (("--device", "tpu"), "No train server can run so.*'auto', 'cpu' or 'cuda'"),
         (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached by others"),
     ],

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from roundhouse.training.batch import TrainingSequences
 
@@ -28,21 +35,31 @@ def make_model(
     vocabulary: int = VOCABULARY,
     dtype: torch.dtype = torch.float32,
     experts: int = 0,
+    mixtral: bool = False,
+    idle: bool = False,
     **changes: Any,
 ) -> Path:
     """A model directory with random weights, large enough in scale that attention and logits are far from uniform.
 
     Args:
         experts: of a layer, two of which compute a token; 0 makes a dense model.
+        idle: the first two experts alone are ever asked; with one expert to a token.
+        mixtral: make a Mixtral of them, else a Qwen3.
         changes: of the shape.
     """
     shape = SHAPE | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
     torch.manual_seed(seed)
-    if experts:
+    if mixtral:
+        routed = {"num_local_experts": experts, "num_experts_per_tok": 2}
+        model: Any = MixtralForCausalLM(MixtralConfig(**(shape | routed | changes)))
+    elif experts:
         routed = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | routed | changes)))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | routed | changes)))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
+    for layer in model.model.layers if idle else ():
+        gate = layer.mlp.gate.weight.data  # whichever sign one has, the other has the larger score
+        gate[0], gate[1], gate[2:] = 10 * gate[0], -10 * gate[0], 0.0
     model.to(dtype).save_pretrained(directory)
     (directory / "tokenizer.json").write_text('{"stands": "for a tokenizer"}')
     (directory / "chat_template.jinja").write_text("{{ messages }}")

@@ -58,7 +58,7 @@ from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
 from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
-from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_matrices, sum_partial_gradients
+from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_experts, split_matrices, sum_partial_gradients
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
 
 if TYPE_CHECKING:
@@ -357,6 +357,8 @@ class TrainEngine:
         if self.ranks.mesh is not None and self.ranks.columns > 1:
             refuse_unfit_shape(model.config, self.ranks.columns)
             split_matrices(model, self.ranks.mesh)
+        if self.ranks.experts is not None:
+            split_experts(model, self.ranks.experts)
         scorer = made(
             model,
             temperature=self.temperature,
