@@ -337,7 +337,7 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
         directory: where the model is loaded from, for messages.
 
     Raises:
-        ConfigError: a target matches nothing, or the output layer.
+        ConfigError: a target matches nothing, the output layer, or fused experts.
         DataError: the state has no adapter, or one that the configuration does not want.
     """
     held = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
@@ -408,6 +408,7 @@ def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftLora
     from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
 
     settings: Any = PeftLora(
         r=config.rank,
@@ -428,6 +429,11 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
         ) from error
     if "lora" in type(model.get_output_embeddings()).__module__:
         raise ConfigError("train.lora.target_modules names the output layer, which is not adapted. Leave it out.")
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise ConfigError(
+            f"train.lora.target_modules {list(config.target_modules)} name matrices that {type(model).__name__} fuses over its "
+            "experts, which are not adapted. Set it to those of attention, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
     model.peft_config = {_NAME: settings}
     model.eval()
 
