@@ -27,7 +27,6 @@ OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 RANKS = {"kind": "resident", "processes": 2}
 COLUMNS = RANKS | {"processes": 4, "tensor_parallel": 2}
 REPLICAS = RANKS | {"processes": 4, "data_parallel_replicate": 2}
-EXPERTS = RANKS | {"processes": 4, "expert_parallel": 2}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"tokens_per_microbatch": 100, "minibatches": 2},
     "reduced in each microbatch": {
@@ -50,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "weights in bfloat16": {"tokens_per_microbatch": 100, "minibatches": 2},
     "experts": {"tokens_per_microbatch": 100, "minibatches": 2},
     "one expert for two ranks": {"tokens_per_microbatch": 100, "minibatches": 2},
-    "experts over ranks": {"tokens_per_microbatch": 50, "minibatches": 2, "service": RANKS | {"expert_parallel": 2}},
     "bfloat16": {"tokens_per_microbatch": 100, "minibatches": 2, "dtype": "bfloat16"},
     "context": {"tokens_per_microbatch": 100, "minibatches": 2, "service": RANKS | {"context_parallel": 2}},
     "context, adapter": {
@@ -120,18 +118,6 @@ FOUR |= {
     "replicas, experts, reduced in each microbatch": {"service": REPLICAS, "reduce_gradients": "microbatch"},
     "replicas and context, adapter": {"service": REPLICAS | {"context_parallel": 2}, "lora": {"rank": 2}},
     "replicas of one rank": {"service": REPLICAS | {"data_parallel_replicate": 4}},
-    "experts over two of four": {"service": EXPERTS},
-    "experts over two of four, two in use": {"service": EXPERTS},
-    "experts over two of four, critic, padded": {"service": EXPERTS, "algorithm": PPO, "packing": False},
-    "experts over two of four and context, adapter": {
-        "service": EXPERTS | {"context_parallel": 2},
-        "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
-    },
-    "one of Mixtral's experts to a rank, reduced in each microbatch, recomputed activations": {
-        "service": EXPERTS | {"expert_parallel": 4},
-        "reduce_gradients": "microbatch",
-        "activation_checkpointing": True,
-    },
 }
 """On four ranks; what a case does not say is: two to a microbatch, two minibatches."""
 for _changes in FOUR.values():
@@ -148,21 +134,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "tensor, untied": {"tied": False},
     "context of two, experts": {"experts": 6},
     "replicas, experts, reduced in each microbatch": {"experts": 6},
-    "one of Mixtral's experts to a rank, reduced in each microbatch, recomputed activations": {
-        "mixtral": True,
-        "experts": 4,
-    },
 }
-MODELS |= {name: {"experts": 6} for name in CASES if name.startswith("experts over")}
-MODELS["experts over two of four, two in use"] = {"experts": 8, "num_experts_per_tok": 1, "idle": True}
 """Of cases that begin with another model."""
 MODELS["8-bit moments"] = {"hidden_size": 128, "intermediate_size": 64}
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
 ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"} | EIGHT_BIT
-ALWAYS |= {"experts over two of four"}
 """That tests without a case read."""
-FIRST = {"packed": "first", "critic": "first, critic", "experts": "first, experts"}
+FIRST = {"packed": "first", "critic": "first, critic"}
 """What one process trains of these cases before others continue."""
 SPEED = {"tokens_per_second"}
 
@@ -171,8 +150,15 @@ def each_case() -> list[Any]:
     return [pytest.param(name, id=name) for name in CASES if name not in APART]
 
 
-def _case(kind: str, model: Path, reference: Path, **changes: Any) -> dict[str, Any]:
-    config = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, **CASES[kind]}
+def make_case(
+    kind: str, model: Path, reference: Path, settings: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """As `ranks.py` reads it.
+
+    Args:
+        settings: of the section `train`; those in CASES by default.
+    """
+    config = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, **(settings or CASES[kind])}
     needs_reference = "kl_coefficient" in config.get("algorithm", {})
     return {
         "name": kind,
@@ -205,15 +191,16 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 def alone(
     tmp_path_factory: pytest.TempPathFactory,
     models: dict[str, Path],
+    model_dir: Path,
     reference_dir: Path,
     chosen: list[str],
 ) -> tuple[Path, Any]:
     """Every case by one process."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("alone")
-    found = {name: train(_case(name, models[name], reference_dir), out, Ranks()) for name in chosen}
+    found = {name: train(make_case(name, models[name], reference_dir), out, Ranks()) for name in chosen}
     for kind, name in FIRST.items():
-        train(_case(kind, models[kind], reference_dir, name=name, batches=[(4, 5, 0)]), out, Ranks())
+        train(make_case(kind, model_dir, reference_dir, name=name, batches=[(4, 5, 0)]), out, Ranks())
     return out, found
 
 
@@ -234,28 +221,20 @@ def together(
         ("second, context", "packed", RANKS | {"processes": 4, "context_parallel": 2}),
         ("second, tensor", "packed", COLUMNS),
         ("second, replicas", "packed", REPLICAS),
-        ("second, experts over ranks", "experts", RANKS | {"expert_parallel": 2}),
-        ("second, experts over two of four", "experts", EXPERTS),
     ]
     for count, kinds in ((2, CASES.keys() - FOUR.keys()), (4, FOUR.keys())):
-        cases = [_case(name, models[name], reference_dir) for name in chosen if name in kinds]
+        cases = [make_case(name, models[name], reference_dir) for name in chosen if name in kinds]
         for name, kind, service in resumed:
             if service["processes"] == count:
                 first = alone[0] / FIRST[kind]
                 second = {"name": name, "state": str(first / "trainer"), "batches": [(4, 5, 1)], "first": 2}
-                case = _case(kind, first, reference_dir, **second)
+                case = make_case(kind, first, reference_dir, **second)
                 cases.append(case | {"config": case["config"] | {"service": service}})
-        if count == 4:
-            kind = "experts over two of four"
-            half, rest = f"{kind}, first", f"{kind}, second"
-            second = {"name": rest, "state": str(out / half / "trainer"), "batches": [(4, 5, 1)], "first": 2}
-            cases.append(_case(kind, models[kind], reference_dir, name=half, batches=[(4, 5, 0)]))
-            cases.append(_case(kind, out / half, reference_dir, **second))
-        found |= _torchrun(out, count, cases)
+        found |= start_ranks(out, count, cases)
     return out, found
 
 
-def _torchrun(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
+def start_ranks(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
     (out / "cases.json").write_text(json.dumps(cases))
     finished = subprocess.run(
         [
@@ -273,7 +252,7 @@ def _torchrun(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
     return json.loads((out / "found.json").read_text())
 
 
-def _distance(found: Path, expected: Path, start: Path | None = None) -> float:
+def distance(found: Path, expected: Path, start: Path | None = None) -> float:
     """Relative distance of two safetensors files; of what moved since `start` when that is given. Counts of steps are equal."""
     ours, theirs = load_file(found), load_file(expected)
     assert ours.keys() == theirs.keys()
@@ -292,7 +271,7 @@ def test_ranks_reach_the_weights_and_the_optimizer_state_of_one(
     if "critic" in name:
         files |= {"trainer/critic/model.safetensors": 1e-6, "trainer/critic/trainer/optimizer.safetensors": 1e-5}
     for file, bound in files.items():
-        assert _distance(together[0] / name / file, alone[0] / name / file) < bound, file
+        assert distance(together[0] / name / file, alone[0] / name / file) < bound, file
     for file in ("config.json", "trainer/state.json", "tokenizer.json"):
         assert (together[0] / name / file).read_text() == (alone[0] / name / file).read_text()
 
@@ -325,17 +304,16 @@ def test_log_probabilities_are_those_of_one_process(
 
 def test_each_rank_holds_its_part_of_the_parameters(together: tuple[Path, Any]) -> None:
     for name, found in together[1].items():
-        over = 4 if name in FOUR or name == "second, context" or "of four" in name else 2
+        over = 4 if name in FOUR or name == "second, context" else 2
         if "tensor" in name or "replicas" in name:  # an embedding is not split by tensor parallelism
             over = 1 if name == "replicas of one rank" else 2
         assert found["local"] * over == found["whole"]
 
 
-@pytest.mark.parametrize("kind", ["experts", "experts over two of four"])
 def test_experts_are_published_under_the_names_that_they_were_loaded_from(
-    kind: str, together: tuple[Path, Any], models: dict[str, Path]
+    together: tuple[Path, Any], models: dict[str, Path]
 ) -> None:
-    found, source = (load_file(where / "model.safetensors") for where in (together[0] / kind, models[kind]))
+    found, source = (load_file(where / "model.safetensors") for where in (together[0] / "experts", models["experts"]))
     assert found.keys() == source.keys()
     assert "model.layers.1.mlp.experts.5.up_proj.weight" in found
     for name, tensor in found.items():
@@ -358,44 +336,26 @@ def test_ranks_of_one_machine_listen_on_loopback_only(together: tuple[Path, Any]
     assert listening["torchrun"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "resumed"),
-    [
-        ("packed", ("second", "second, context", "second, tensor", "second, replicas")),
-        ("experts", ("second, experts over ranks", "second, experts over two of four")),
-    ],
-)
 def test_a_checkpoint_goes_from_one_process_to_several_and_back_as_if_there_had_been_one(
-    kind: str,
-    resumed: tuple[str, ...],
-    alone: tuple[Path, Any],
-    together: tuple[Path, Any],
-    models: dict[str, Path],
-    reference_dir: Path,
-    tmp_path: Path,
+    alone: tuple[Path, Any], together: tuple[Path, Any], model_dir: Path, reference_dir: Path, tmp_path: Path
 ) -> None:
     third = {"batches": [(4, 5, 2)], "first": 3, "name": "third"}
-    for source in (alone[0] / kind, *(together[0] / name for name in resumed)):
-        case = _case(kind, source, reference_dir, state=str(source / "trainer"), **third)
+    resumed = ("second", "second, context", "second, tensor", "second, replicas")
+    for source in (alone[0] / "packed", *(together[0] / name for name in resumed)):
+        case = make_case("packed", source, reference_dir, state=str(source / "trainer"), **third)
         train(case, tmp_path / source.name, Ranks())
-    theirs = tmp_path / kind / "third"
+    theirs = tmp_path / "packed/third"
     for ours in (tmp_path / name / "third" for name in resumed):
-        assert _distance(ours / "model.safetensors", theirs / "model.safetensors") < 1e-6
-        moved = _distance(ours / "model.safetensors", theirs / "model.safetensors", models[kind] / "model.safetensors")
+        assert distance(ours / "model.safetensors", theirs / "model.safetensors") < 1e-6
+        moved = distance(ours / "model.safetensors", theirs / "model.safetensors", model_dir / "model.safetensors")
         assert moved < 1e-4
         assert (ours / "trainer/state.json").read_text() == (theirs / "trainer/state.json").read_text()
-
-
-def test_ranks_with_different_experts_continue_from_their_checkpoint_bit_for_bit(together: tuple[Path, Any]) -> None:
-    whole, resumed = (together[0] / f"experts over two of four{part}" for part in ("", ", second"))
-    for file in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"):
-        assert (resumed / file).read_bytes() == (whole / file).read_bytes(), file
 
 
 def test_a_critic_goes_from_one_process_to_two(alone: tuple[Path, Any], together: tuple[Path, Any]) -> None:
     for file in ("model.safetensors", "trainer/critic/model.safetensors"):
         ours, theirs = (where / file for where in (together[0] / "second, critic", alone[0] / "critic"))
-        assert _distance(ours, theirs, alone[0] / "first, critic" / file) < 1e-4
+        assert distance(ours, theirs, alone[0] / "first, critic" / file) < 1e-4
 
 
 def test_bfloat16_ranks_keep_float32_weights_and_stay_near_one_process(
@@ -403,7 +363,7 @@ def test_bfloat16_ranks_keep_float32_weights_and_stay_near_one_process(
 ) -> None:
     found, expected = (where[0] / "bfloat16/model.safetensors" for where in (together, alone))
     assert all(tensor.dtype == torch.float32 for tensor in load_file(found).values())
-    assert _distance(found, expected) < 5e-3
+    assert distance(found, expected) < 5e-3
     ours, theirs = (where[1]["bfloat16"]["metrics"][0] for where in (together, alone))
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.02)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
@@ -414,8 +374,8 @@ def test_8_bit_moments_of_ranks_are_read_by_one_process_as_they_are_and_stay_nea
     alone: tuple[Path, Any], together: tuple[Path, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
     found, expected = (where[0] / "8-bit moments" for where in (together, alone))
-    assert _distance(found / "model.safetensors", expected / "model.safetensors") < 1e-5
-    case = _case("8-bit moments", found, found, state=str(found / "trainer"), batches=[], first=3)
+    assert distance(found / "model.safetensors", expected / "model.safetensors") < 1e-5
+    case = make_case("8-bit moments", found, found, state=str(found / "trainer"), batches=[], first=3)
     train(case, tmp_path, Ranks())
     ours, theirs = (load_file(where / "trainer/optimizer.safetensors") for where in (tmp_path / "8-bit moments", found))
     assert {tensor.dtype for name, tensor in theirs.items() if ".codes/" in name} == {torch.uint8}
