@@ -38,14 +38,14 @@ class LogNormal(Section):
 
 
 class Measured(Section):
-    """Drawn from what was measured."""
+    """Drawn from what was measured, each value once before any comes again."""
 
     kind: Literal["measured"]
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
 class RecordedIterations(Section):
-    """Rollouts of a simulated iteration are those of one recorded iteration: slow iterations stay slow as a whole."""
+    """Rollouts of a simulated iteration are those of a recorded one, in order: slow iterations stay slow as a whole."""
 
     kind: Literal["recorded-iterations"]
     iterations: Annotated[tuple[Annotated[tuple[float, ...], Field(min_length=1)], ...], Field(min_length=1)]

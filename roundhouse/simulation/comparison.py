@@ -140,7 +140,8 @@ def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
             continue
         collect = run.stage(iteration, StageKind.COLLECT).reference()
         assert collect is not None, "it is among the manifests"
-        rows = read_table(collect, "rollouts").select(["status", "seconds"]).to_pylist()
+        table = read_table(collect, "rollouts").select(["status", "seconds", "started_at"])
+        rows = table.sort_by("started_at").to_pylist()  # how full the slots are depends on the order
         lasted = {kind: manifest.finished_at - manifest.started_at for kind, manifest in manifests.items()}
         wall = manifests[StageKind.REPORT].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
         rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]

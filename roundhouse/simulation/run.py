@@ -391,7 +391,7 @@ def draw(distribution: Distribution, generator: np.random.Generator, count: int)
     if isinstance(distribution, LogNormal):
         values = distribution.median * np.exp(distribution.sigma * generator.standard_normal(count))
         return values if distribution.limit is None else np.minimum(values, distribution.limit)
-    return generator.choice(np.asarray(distribution.values), count)
+    return np.asarray(distribution.values)[_in_turn(generator, len(distribution.values), count)]
 
 
 def draw_rollouts(
@@ -401,11 +401,17 @@ def draw_rollouts(
     if not isinstance(distribution, RecordedIterations):
         return draw(distribution, generator, iterations * count)
     drawn = []
-    for chosen in generator.integers(len(distribution.iterations), size=iterations):
+    for chosen in _in_turn(generator, len(distribution.iterations), iterations):
         values = np.asarray(distribution.iterations[chosen])
-        # as many as were recorded are exactly those, in another order
-        drawn.append(generator.choice(values, count, replace=count > len(values)))
+        # as many as were recorded are exactly those, as they began: which of them is last decides how long all take
+        whole = count == len(values)
+        drawn.append(values if whole else generator.choice(values, count, replace=count > len(values)))
     return np.concatenate(drawn)
+
+
+def _in_turn(generator: np.random.Generator, of: int, count: int) -> np.ndarray:
+    """`count` numbers below `of` at random, each of them once before any comes again."""
+    return np.concatenate([generator.permutation(of) for _ in range(-(-count // of))])[:count]
 
 
 def stream(distribution: Distribution, generator: np.random.Generator) -> Iterator[float]:

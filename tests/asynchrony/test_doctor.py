@@ -150,7 +150,7 @@ def test_what_binds_is_named_and_its_remedy_is_the_best(tmp_path: Path) -> None:
 def test_the_parts_of_an_iteration_add_up_and_the_simulation_is_as_long(tmp_path: Path) -> None:
     found = diagnose(world(tmp_path, slots=4), since=1)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.simulated == pytest.approx(found.seconds, rel=0.1)
+    assert found.simulated == pytest.approx(found.seconds, rel=1e-6)
     assert all(each.error > 0 for each in found.changes)
 
 
