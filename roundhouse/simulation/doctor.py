@@ -11,8 +11,9 @@ the difference of the two, so what the simulation leaves out cancels. Nothing is
     shards           half the share of the rollouts' time that is Python's         the same
     storage          half of refit, saving and checkpoint                          the same
 
-Load: how much slower a rollout is with others on its replica is fitted to the rows (`load_slope`); without an effect, replicas
-and concurrency change only how long rollouts queue.
+Load: how much slower a rollout is with others on its replica is fitted to the rows (`load_slope`). The rollouts' work without
+the others is then what is simulated, so that each change is slowed by the load that it makes; without an effect, replicas and
+concurrency change only how long rollouts queue.
 
 The expected error is that of the mean over the recorded iterations (one standard error) and the change's own, in quadrature.
 """
@@ -35,6 +36,7 @@ from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_table
+from roundhouse.trajectories.records import Status
 
 ITERATIONS = 60
 """Simulated for each prediction, at least: each recorded iteration equally often, so that their mean is that of the record."""
@@ -109,8 +111,10 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     parts = [_parts(iteration_manifests(run, k), each.wall) for k, each in zip(numbers, recorded, strict=True)]
     mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
     tree = recorded_scenario(run, begin) | {"iterations": -(-ITERATIONS // len(recorded)) * len(recorded)}
-    before = _simulated(tree)
     slope, slope_error = load_slope(run, numbers)
+    slopes = [slope, max(0.0, slope - slope_error), min(SLOPES[-1], slope + slope_error)]
+    trees = [_under_load(run, numbers, tree, each) for each in slopes]
+    before = _simulated(trees[0])
     walls = [each.wall for each in recorded]
     seconds = statistics.fmean(walls)
     noise = statistics.stdev(walls) / math.sqrt(len(walls)) / seconds
@@ -119,7 +123,7 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
         [] if slope else ["the rows show no effect of load on a rollout's speed: more replicas only shorten its queue"]
     )
     changes = []
-    for change, what, altered, spread in _changes(run, tree, mean, slope, slope_error, python):
+    for change, what, altered, spread in _changes(trees, mean, python):
         after = [_simulated(each) for each in altered]
         gain = before - after[0]
         own = max((abs(value - after[0]) for value in after[1:]), default=0.0) * spread
@@ -137,7 +141,8 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     )
 
 
-SLOPES = np.concatenate([[0.0], np.geomspace(0.005, 4.0, 120)])
+SLOPES = np.concatenate([[0.0], np.geomspace(0.005, 0.99, 100)])
+"""Below 1: no replica gives fewer tokens a second to two rollouts than to one."""
 
 
 def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
@@ -157,7 +162,9 @@ def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
         kept = (tokens > 0) & (generating > 0) & (lasted > 0)
         if kept.any():
             share = np.log(tokens[kept] * lasted[kept] / generating[kept])
-            residuals.append(share - np.log(_attained(begun, begun + lasted, run.config.generation.replicas)[:, kept]))
+            residuals.append(
+                share - np.log(_attained(begun, begun + lasted, run.config.generation.replicas, SLOPES)[:, kept])
+            )
     if not residuals or (count := sum(each.shape[1] for each in residuals)) < 8:
         return 0.0, 0.0
     found = np.concatenate(residuals, axis=1)
@@ -168,53 +175,51 @@ def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
     return (slope, error) if slope > 2 * error else (0.0, 0.0)
 
 
-def _attained(begun: np.ndarray, ended: np.ndarray, replicas: int) -> np.ndarray:
+def _attained(begun: np.ndarray, ended: np.ndarray, replicas: int, slopes: np.ndarray) -> np.ndarray:
     """[slopes, rollouts] the integral over a rollout's time of 1 / (1 + slope (n - 1)), n the mean rollouts a replica."""
     times = np.unique(np.concatenate([begun, ended]))
     middle = (times[1:] + times[:-1]) / 2
     running = ((begun[:, None] <= middle) & (middle < ended[:, None])).sum(axis=0) / replicas
-    rates = 1 / (1 + SLOPES[:, None] * (np.maximum(running, 1) - 1))
-    whole = np.concatenate([np.zeros((len(SLOPES), 1)), np.cumsum(rates * np.diff(times), axis=1)], axis=1)
+    rates = 1 / (1 + slopes[:, None] * (np.maximum(running, 1) - 1))
+    whole = np.concatenate([np.zeros((len(slopes), 1)), np.cumsum(rates * np.diff(times), axis=1)], axis=1)
     return whole[:, np.searchsorted(times, ended)] - whole[:, np.searchsorted(times, begun)]
 
 
+def _under_load(run: Run, iterations: Sequence[int], tree: dict[str, Any], slope: float) -> dict[str, Any]:
+    """The scenario with rollouts as seconds of work without others, on replicas that are slowed by load."""
+    if not slope:
+        return tree
+    works = []
+    for k in iterations:
+        reference = run.stage(k, StageKind.COLLECT).reference()
+        assert reference is not None, "the iteration is whole"
+        rows = read_table(reference, "rollouts").select(["status", "started_at", "seconds"]).sort_by("started_at")
+        begun, lasted = (rows[name].to_numpy().astype(np.float64) for name in ("started_at", "seconds"))
+        [work] = _attained(begun, begun + lasted, run.config.generation.replicas, np.array([slope]))
+        works.append(work[np.array(rows["status"].to_pylist()) != Status.FAILED].tolist())
+    engine = tree["engine"] | {"step_seconds": 1 - slope, "step_seconds_per_rollout": slope}
+    return tree | {"engine": engine, "rollout": tree["rollout"] | {"iterations": works}}
+
+
 def _changes(
-    run: Run, tree: dict[str, Any], mean: dict[str, float], slope: float, slope_error: float, python: float
+    trees: Sequence[dict[str, Any]], mean: dict[str, float], python: float
 ) -> list[tuple[str, str, list[dict[str, Any]], float]]:
-    """(change, in words, scenarios: as predicted and its bounds, weight of the bounds) of each single change."""
+    """(change, in words, scenarios: as predicted and its bounds, weight of the bounds) of each single change.
+
+    Args:
+        trees: the recorded scenario with the fitted effect of load, and with its bounds.
+    """
+    tree = trees[0]
     engine = tree["engine"]
     replicas, slots = engine["replicas"], engine["slots"]
     rollouts = tree["groups"] * tree["group_size"]
-    slopes = [slope, max(0.0, slope - slope_error), slope + slope_error]
     ends = [sum(ARRIVES) / 2, *ARRIVES]
-    half = -(-slots // 2)
-    found = [
-        (
-            "replicas",
-            f"generation.replicas: {replicas} -> {2 * replicas}",
-            [
-                _engine(
-                    tree,
-                    2 * replicas,
-                    half,
-                    _load(each, min(slots, rollouts / replicas), min(half, rollouts / replicas / 2)),
-                )
-                for each in slopes
-            ],
-            1.0,
-        )
-    ]
+    doubled = [_engine(each, 2 * replicas, -(-slots // 2)) for each in trees]
+    found = [("replicas", f"generation.replicas: {replicas} -> {2 * replicas}", doubled, 1.0)]
     if replicas * slots < rollouts:
-        most = -(-rollouts // replicas)
-        more = min(2 * slots, most)
-        found.append(
-            (
-                "concurrency",
-                f"rollout.concurrency: {replicas * slots} -> {replicas * more}",
-                [_engine(tree, replicas, more, _load(each, slots, more)) for each in slopes],
-                1.0,
-            )
-        )
+        more = min(2 * slots, -(-rollouts // replicas))
+        wider = [_engine(each, replicas, more) for each in trees]
+        found.append(("concurrency", f"rollout.concurrency: {replicas * slots} -> {replicas * more}", wider, 1.0))
     ahead = tree | {"asynchrony": {"mode": "batch-async", "staleness": 1}}
     found.append(("staleness", "asynchrony: {mode: batch-async, staleness: 1}", [ahead], 0.0))
     trained = [_shorter(tree, "trainer", "seconds", mean["train"] * share / 2) for share in ends]
@@ -235,12 +240,8 @@ def _changes(
     return found
 
 
-def _load(slope: float, before: float, after: float) -> float:
-    """Factor of a rollout's seconds where the rollouts on its replica change from `before` to `after`."""
-    return (1 + slope * (max(1.0, after) - 1)) / (1 + slope * (max(1.0, before) - 1))
-
-
-def _engine(tree: dict[str, Any], replicas: int, slots: int, factor: float) -> dict[str, Any]:
+def _engine(tree: dict[str, Any], replicas: int, slots: int, factor: float = 1.0) -> dict[str, Any]:
+    """The scenario with so many replicas and slots, and rollouts of so much more work."""
     iterations = [[seconds * factor for seconds in each] for each in tree["rollout"]["iterations"]]
     return tree | {
         "engine": tree["engine"] | {"replicas": replicas, "slots": slots},

@@ -122,6 +122,11 @@ PAIRS = {
     "replicas, queued": ({"slots": 4, "load": 0.3}, {"slots": 2, "replicas": 2, "load": 0.3}, "replicas"),
     "concurrency, idle engine": ({"slots": 4}, {"slots": 8}, "concurrency"),
     "concurrency, loaded engine": ({"slots": 4, "load": 0.15}, {"slots": 8, "load": 0.15}, "concurrency"),
+    "concurrency, slots that are not always full": (
+        {"slots": 8, "load": 0.25},
+        {"slots": 16, "load": 0.25},
+        "concurrency",
+    ),
     "trainer ranks": ({"slots": 16, "train": 6.0}, {"slots": 16, "train": 6.0 / 2 / 0.85}, "trainer ranks"),
     "storage": ({"slots": 16, "storage": 4.0}, {"slots": 16, "storage": 4.0 / 2 / 0.85}, "storage"),
 }
