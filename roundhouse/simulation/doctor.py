@@ -9,7 +9,7 @@ the difference of the two, so what the simulation leaves out cancels. Nothing is
     staleness        the next batch is generated while this one is trained on      none
     trainer ranks    half the trainer's computation                                70 to 100 % of the speed-up arrive
     shards           half the share of the rollouts' time that is Python's         the same
-    storage          half of refit, saving and checkpoint                          the same
+    storage          half of refit and of the waits for the store                  the same
 
 Load: how much slower a rollout is with others on its replica is fitted to the rows (`load_slope`). The rollouts' work without
 the others is then what is simulated, so that each change is slowed by the load that it makes; without an effect, replicas and
@@ -226,12 +226,12 @@ def _changes(
     found.append(("trainer ranks", "twice the ranks (train.service)", trained, 1.0))
     stored = [
         _shorter(
-            _shorter(tree, "trainer", "seconds", mean["storage"] * share / 2),
+            _shorter(tree, "trainer", "seconds", mean["storage"] * waits / 2),
             "engine",
             "refit_seconds",
             mean["refit"] * share / 2,
         )
-        for share in ends
+        for waits, share in zip((1.0, *ARRIVES), ends, strict=True)  # waits were measured: all of them are the store's
     ]
     found.append(("storage", "storage of twice the speed", stored, 1.0))
     if python > 0.05:
@@ -267,14 +267,38 @@ def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
     metrics = {name: value for each in manifests.values() for name, value in each.metrics.items()}
     generation = min(lasted[StageKind.COLLECT], metrics.get("time/rollouts", lasted[StageKind.COLLECT]))
     train = min(lasted.get(StageKind.TRAIN, 0.0), metrics.get("time/compute", lasted.get(StageKind.TRAIN, 0.0)))
+    around = {StageKind.COLLECT: lasted[StageKind.COLLECT] - generation}
+    if StageKind.TRAIN in lasted:
+        around[StageKind.TRAIN] = lasted[StageKind.TRAIN] - train
     parts = {
         "generation": generation,
         "train": train,
         "refit": lasted[StageKind.REFIT],
         "validate": lasted.get(StageKind.VALIDATE, 0.0),
-        "storage": lasted.get(StageKind.TRAIN, 0.0) - train + lasted.get(StageKind.CHECKPOINT, 0.0),
     }
+    if "time/store" in metrics:
+        parts["validate"] -= _stored(manifests, StageKind.VALIDATE)
+        parts["storage"] = _storage(manifests, metrics, around)
+    else:  # recorded before waits for the store were
+        parts["storage"] = around.get(StageKind.TRAIN, 0.0) + lasted.get(StageKind.CHECKPOINT, 0.0)
     return parts | {"orchestration": max(0.0, wall - sum(parts.values()))}
+
+
+def _storage(manifests: dict[str, Manifest], metrics: dict[str, float], around: dict[str, float]) -> float:
+    """Seconds of an iteration that the flow waits for the store, beside refit: in stages and between them.
+
+    Args:
+        around: seconds of stages beside rollouts and computation; what is stored during these holds nothing up.
+    """
+    hidden = sum(max(0.0, _stored(manifests, kind) - seconds) for kind, seconds in around.items())
+    beside = sum(_stored(manifests, kind) for kind in (StageKind.REFIT, *BESIDE))
+    saved = min(around.get(StageKind.TRAIN, 0.0), metrics.get("train/save_seconds", 0.0))
+    by_ranks = max(0.0, saved - _stored(manifests, StageKind.TRAIN))  # the flow's process waits for those that store
+    return max(0.0, metrics["time/store"] - hidden - beside + by_ranks)
+
+
+def _stored(manifests: dict[str, Manifest], kind: str) -> float:
+    return manifests[kind].resources.get("store_seconds", 0.0) if kind in manifests else 0.0
 
 
 def _python_share(run: Run, k: int) -> float:

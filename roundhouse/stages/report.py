@@ -22,6 +22,7 @@ from typing import Any
 from roundhouse.health.errors import MISMATCH, REMEMBERED, WATCHED, Alert, Metrics, new_alerts
 from roundhouse.stages.cost import iteration_cost, iteration_judges, run_totals, totals_after
 from roundhouse.stages.evaluate import set_of, stage_of
+from roundhouse.store.location import waiting
 from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, parse_parquet, read_file, read_manifest
@@ -53,9 +54,10 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     if iteration > run.first_version:
         overlapped = run.config.asynchrony.staleness > 0
         on_the_way = {kind: m for kind, m in manifests.items() if not overlapped or kind not in BESIDE_TRAINING}
-        began = _began(run, iteration, on_the_way)
+        began, stored = _began(run, iteration, on_the_way)
         wall = time.time() - began
-        metrics = overhead_seconds(on_the_way, wall) | iteration_cost(
+        metrics = {"time/store": waiting.seconds - stored}
+        metrics |= overhead_seconds(on_the_way, wall) | iteration_cost(
             run.config, manifests, wall, iteration_judges(run, iteration, manifests)
         )
         if overlapped:
@@ -73,17 +75,20 @@ def report_iteration(run: Run, iteration: int) -> Reference:
     inputs = {kind: reference for kind, reference in references.items() if reference is not None}
     before = run_totals(run, iteration - 1) if iteration > run.first_version else {}
     totals = totals_after(before, measured, metrics)
-    return attempt.commit(inputs=inputs, metrics=metrics, details={"process": _PROCESS, "totals": totals})
+    return attempt.commit(
+        inputs=inputs, metrics=metrics, details={"process": _PROCESS, "totals": totals, "store": waiting.seconds}
+    )
 
 
-def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> float:
-    """When the iteration began, in seconds since the epoch."""
+def _began(run: Run, iteration: int, manifests: dict[str, Manifest]) -> tuple[float, float]:
+    """When the iteration began, in seconds since the epoch, and how long this process had waited for the store by then."""
     before = _reference(run, iteration - 1, StageKind.REPORT)
     if before is not None:
         previous = read_manifest(before)
         if previous.details.get("process") == _PROCESS:
-            return previous.finished_at
-    return min(manifest.started_at for manifest in manifests.values())
+            return previous.finished_at, previous.details["store"]
+    known = sum(manifest.resources.get("store_seconds", 0.0) for manifest in manifests.values())
+    return min(manifest.started_at for manifest in manifests.values()), waiting.seconds - known
 
 
 def overhead_seconds(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:

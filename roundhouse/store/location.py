@@ -17,8 +17,10 @@ import hashlib
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,37 @@ class WrittenObject:
     sha256: str
     stamp: str
     """`Location.stamp`, when it was whole."""
+
+
+class _Waiting:
+    """How long this process has waited for stores: the seconds in which at least one of its threads did."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._since, self._before = threading.Lock(), 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Up to now, since the process began."""
+        with self._lock:
+            return self._before + (time.monotonic() - self._since if self._threads else 0.0)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block waits."""
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self._before += time.monotonic() - self._since
+
+
+waiting = _Waiting()
 
 
 class _Hashed:
@@ -169,7 +202,8 @@ class Location:
             if self.is_local:
                 stamp = disk.replace_streamed(self._file(name), passed)
             else:
-                bucket.upload(self._fs, self._key(name), passed, bucket.part_bytes_for(size))
+                with waiting.counted():
+                    bucket.upload(self._fs, self._key(name), passed, bucket.part_bytes_for(size))
                 stamp = self.stamp(name)[1]
         return WrittenObject(passed.size, passed.sha256, stamp)
 
@@ -349,14 +383,16 @@ class Location:
 
     def _request(self, operation: str, *arguments: Any, **options: Any) -> Any:
         work = getattr(self._fs, operation)
-        return bucket.answered(lambda seconds: work(*arguments, timeout=seconds, **options))
+        with waiting.counted():
+            return bucket.answered(lambda seconds: work(*arguments, timeout=seconds, **options))
 
     @contextmanager
     def _reported(self, verb: str, name: str) -> Iterator[None]:
         """Turn a failure into a StoreError that says which object and what to do."""
         place = f"{self.uri}/{name}" if name else self.uri
         try:
-            yield
+            with waiting.counted() if self.is_local else nullcontext():
+                yield
         except StoreUnavailable as error:
             raise StoreUnavailable(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
         except StoreError:

@@ -153,7 +153,7 @@ class Manifest(BaseModel):
     finished_at: float
     resources: dict[str, float] = {}
     """cpu_seconds of the processes that ran the stage, other_processes_cpu_seconds of those that the lease's record does not
-    count, and max_rss_mib of the one that committed it."""
+    count; store_seconds in which the one that committed it waited for the store meanwhile, and its max_rss_mib."""
 
     @field_validator("metrics")
     @classmethod

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from roundhouse import cpu
 from roundhouse.errors import StoreError
 from roundhouse.store.lease import Fence
-from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.store.location import AlreadyExists, Location, NotFound, waiting
 from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Provenance, Reference, sha256
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class Attempt:
         self._cpu = cpu.clock()
         self._started_cpu = self._cpu()
         self._elsewhere = 0.0
+        self._waited = waiting.seconds
         self._provenance = provenance
         self._fence = fence
         self._files: list[FileEntry] = []
@@ -220,6 +221,7 @@ class Attempt:
             resources={
                 "cpu_seconds": round(self._cpu() - self._started_cpu, 3),
                 "other_processes_cpu_seconds": round(self._elsewhere, 3),
+                "store_seconds": round(waiting.seconds - self._waited, 3),
                 "max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             },
         )

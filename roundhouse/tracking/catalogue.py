@@ -331,6 +331,7 @@ CATALOGUE = (
             Entry("time/iteration", "(seconds)", "wall time from report to report"),
             Entry("time/rollouts", "(seconds)", "the window in which rollouts run"),
             Entry("time/compute", "(seconds)", "the trainer's computation"),
+            Entry("time/store", "(seconds)", "in which the flow's process waited for the store, report to report"),
             Entry("time/*", "(seconds)", "wall time of the stage"),
             Entry(
                 "cpu_time/*",

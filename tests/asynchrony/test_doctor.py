@@ -33,10 +33,15 @@ def world(
     storage: float = 0.5,
     refit: float = 0.5,
     load: float = 0.0,
+    waits: float | None = None,
     iterations: int = 5,
     **keys: Any,
 ) -> Run:
-    """A run on record whose engine takes `0.01 (1 + load · others)` seconds a token; the other stages take what is given."""
+    """A run on record whose engine takes `0.01 (1 + load · others)` seconds a token; the other stages take what is given.
+
+    Args:
+        waits: seconds between stages in which an iteration waits for the store, on record as such; None: as runs of old.
+    """
     config = {
         "run_id": "r",
         "store": str(place),
@@ -54,8 +59,9 @@ def world(
         clock = committed(run, k, "validate", clock, 0.1)
         clock = committed(run, k, "train", clock, train + storage / 2, {"time/compute": train})
         clock = committed(run, k, "checkpoint", clock, storage / 2)
-        wall = refit + window + 0.1 + train + storage
-        committed(run, k, "report", clock, 0.0, {"time/iteration": wall})
+        clock += waits or 0.0
+        recorded = {"time/iteration": refit + window + 0.1 + train + storage + (waits or 0.0)}
+        committed(run, k, "report", clock, 0.0, recorded | ({} if waits is None else {"time/store": waits}))
     return run
 
 
@@ -157,6 +163,15 @@ def test_the_parts_of_an_iteration_add_up_and_the_simulation_is_as_long(tmp_path
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert found.simulated == pytest.approx(found.seconds, rel=1e-6)
     assert all(each.error > 0 for each in found.changes)
+
+
+def test_waits_for_the_store_between_stages_are_storage(tmp_path: Path) -> None:
+    found = diagnose(world(tmp_path / "before", slots=16, storage=0.0, refit=0.0, waits=6.0), since=1)
+    assert found.binds == "storage"
+    assert found.parts["storage"] == pytest.approx(6.0, abs=0.05)
+    [storage] = [each for each in found.changes if each.change == "storage"]
+    real = mean_wall(world(tmp_path / "after", slots=16, storage=0.0, refit=0.0, waits=3.0))
+    assert storage.seconds == pytest.approx(real, rel=0.02)
 
 
 def test_the_effect_of_load_is_read_from_the_rows_where_there_is_one(tmp_path: Path) -> None:

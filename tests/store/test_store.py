@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,8 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.stages.report import report_iteration
+from roundhouse.store import location
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, load_run, open_run
@@ -181,3 +184,35 @@ print(rows, len(os.listdir("/proc/self/task")) - before)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout.split()) == (0, ["2000", "0"]), ended.stderr
+
+
+def test_waits_of_several_threads_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(location, "time", SimpleNamespace(monotonic=lambda: now))
+    waiting = location._Waiting()
+    with waiting.counted():
+        now = 2.0
+        with waiting.counted():  # of another thread, for all it knows
+            now = 3.0
+        assert waiting.seconds == 3.0
+    now = 10.0
+    assert waiting.seconds == 3.0
+    with waiting.counted():
+        now = 11.0
+    assert waiting.seconds == 4.0
+
+
+def test_stages_and_reports_record_how_long_the_store_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(location, "time", SimpleNamespace(monotonic=lambda: next(ticks)))  # an operation takes a second
+    run = run_in(str(tmp_path), iterations=2)
+    for k in (1, 2):
+        begun = location.waiting.seconds
+        attempts = [commit(run, k, "refit"), commit(run, k)]
+        report = read_manifest(report_iteration(run, k))
+    stored = [read_manifest(reference).resources["store_seconds"] for reference in attempts]
+    assert stored == [1.0, 1.0]
+    # Since the report before: the stages' other operations too, and what the report itself reads
+    assert sum(stored) < report.metrics["time/store"] <= location.waiting.seconds - begun + 2
