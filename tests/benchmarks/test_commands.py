@@ -33,6 +33,7 @@ BY_MAKE = {
     "bench-validate": "--rollouts 256 --batch 64",
     "bench-replay": "--rollouts 96 --mutated 8 --triples 2 --iterations 1",
     "bench-bisect": "--healthy 1 --only forgetful",
+    "bench-doctor": "--iterations 3 --only verifier --pace 0.1",
     "bench-bill": "--kills 2 --forks 1 --iterations 1",
     "bench-view": "--rollouts 2000 --repeats 1 --no-s3",
     "bench-async": "--iterations 3 --seeds 1",
@@ -64,6 +65,7 @@ PARTS = {
     "restart_timed.py",
     "trl_peer.py",
     "refit_load.py",
+    "waiting.py",
 }
 """Started or imported by the others."""
 
