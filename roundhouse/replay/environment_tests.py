@@ -105,15 +105,15 @@ def mutate(rollouts: Sequence[Rollout], config: EnvironmentConfig, count: int, s
     """Mutants of the environment's module at lines that judging these rollouts executes, drawn by the seed."""
     original = load_any(config)
     module = sys.modules[class_of(config).__module__]
-    tree = ast.parse(inspect.getsource(module))
+    source = inspect.getsource(module)
     begun = time.perf_counter()
     with _executed_lines(module.__file__ or "") as lines:
         baseline = [_sense(each) for each in _judge(rollouts, original)]
     limit = max(HANG_SECONDS, HANG_FACTOR * (time.perf_counter() - begun))
-    sites = [number for number, (node, _) in enumerate(_sites(tree)) if node.lineno in lines]
+    sites = [number for number, (node, _) in enumerate(_sites(ast.parse(source))) if node.lineno in lines]
     found = []
     for number in sorted(random.Random(seed).sample(sites, min(count, len(sites)))):
-        changed = copy.deepcopy(tree)
+        changed = ast.parse(source)
         node, change = _sites(changed)[number]
         before = _shown(node)
         change()
