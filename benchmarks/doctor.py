@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,13 @@ class Workload:
 
     def changed(self, change: str) -> Workload:
         """With the doctor's change made."""
-        fields = dict(vars(self))
-        fields |= {
+        changes: dict[str, dict[str, Any]] = {
             "concurrency": {"concurrency": 2 * self.concurrency},
             "staleness": {"asynchrony": AHEAD},
             "trainer ranks": {"ranks": 2 * self.ranks},
             "storage": {"operation": self.operation / 2},
-        }[change]
-        return Workload(**fields)
+        }
+        return replace(self, **changes[change])
 
     def changes(self) -> list[str]:
         """Those that can be made here."""
@@ -239,7 +238,9 @@ def main() -> None:
                 for name, each in chosen.items()
                 for change in ("", *each.changes())
             }
-            results, right, recommended = [], 0, []
+            results: list[dict[str, Any]] = []
+            recommended: list[float] = []
+            right = 0
             for name, each in chosen.items():
                 done = {change: load_run(*runs[name, change].result()) for change in ("", *each.changes())}
                 after = {change: seconds_of(run) for change, run in done.items() if change}

@@ -60,7 +60,7 @@ def waiting_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings
     return clipped_policy_loss(ratio, tokens.advantages, settings)
 
 
-def main() -> object:
+def main() -> None:
     """`roundhouse` with a store whose every operation takes so long more."""
     median, at_once = float(os.environ[OPERATION_SECONDS]), Location._reported
     draws = random.Random(0)
@@ -73,7 +73,7 @@ def main() -> object:
 
     if median:
         Location._reported = late  # type: ignore[method-assign]
-    return cli.main()
+    cli.main()
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
     metrics = {name: value for each in manifests.values() for name, value in each.metrics.items()}
     generation = min(lasted[StageKind.COLLECT], metrics.get("time/rollouts", lasted[StageKind.COLLECT]))
     train = min(lasted.get(StageKind.TRAIN, 0.0), metrics.get("time/compute", lasted.get(StageKind.TRAIN, 0.0)))
-    around = {StageKind.COLLECT: lasted[StageKind.COLLECT] - generation}
+    around: dict[str, float] = {StageKind.COLLECT: lasted[StageKind.COLLECT] - generation}
     if StageKind.TRAIN in lasted:
         around[StageKind.TRAIN] = lasted[StageKind.TRAIN] - train
     parts = {
