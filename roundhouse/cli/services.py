@@ -151,19 +151,17 @@ def train_server(
 
     logging.basicConfig(level=logging.INFO)
     layout = {
-        "processes": processes,
         "context_parallel": context_parallel,
         "tensor_parallel": tensor_parallel,
-        "data_parallel_replicate": data_parallel_replicate,
         "expert_parallel": expert_parallel,
-        "timeout_seconds": timeout_seconds,
     }
-    machine = _train_machine(model, {"device": device, "threads": threads, "service": {"kind": "resident", **layout}})
+    layout |= {"processes": processes, "data_parallel_replicate": data_parallel_replicate}
+    service = {"kind": "resident", "timeout_seconds": timeout_seconds, **layout}
+    machine = _train_machine(model, {"device": device, "threads": threads, "service": service})
     token = read_secret(TOKEN_VARIABLE, token_file)
     with tempfile.TemporaryDirectory(prefix="roundhouse-train-") as scratch:
-        engine = ServedTrainEngine(
-            model, machine, Path(scratch), open_engine=partial(open_ranks, service=machine.service)
-        )
+        open_engine = partial(open_ranks, service=machine.service)
+        engine = ServedTrainEngine(model, machine, Path(scratch), open_engine=open_engine)
         server.serve(engine, host, port, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_mib << 20)
 
 

@@ -57,6 +57,7 @@ from roundhouse.training.layers import (
 )
 from roundhouse.training.optimizer import BLOCK, in_blocks
 from roundhouse.training.packing import Microbatch, Span
+from roundhouse.training.parallel import refuse_uneven
 from roundhouse.training.tensor_parallel import (
     expert_modules,
     refuse_unfit_experts,
@@ -147,15 +148,7 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
             weights.
     """
     context, tensor, replicas, experts = train.parallelism.values()
-    if ranks % (context * tensor * replicas):
-        raise ConfigError(
-            f"train.service.context_parallel is {context}, tensor_parallel {tensor} and data_parallel_replicate {replicas}, "
-            f"whose product does not divide {ranks} ranks. Plan for a multiple of it."
-        )
-    if ranks % experts:
-        raise ConfigError(
-            f"train.service.expert_parallel is {experts}, which does not divide {ranks} ranks. Plan for a multiple of it."
-        )
+    refuse_uneven(ranks, context, tensor, replicas, experts)
     refuse_unfit_layout(model, train)
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
     over = ranks // (tensor * replicas)  # that share what a rank has of the model

@@ -178,17 +178,7 @@ def join(
         InfraError: the other ranks did not come within the time.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size % (context_parallel * tensor_parallel * data_parallel_replicate):
-        raise ConfigError(
-            f"train.service.context_parallel is {context_parallel}, tensor_parallel {tensor_parallel} and "
-            f"data_parallel_replicate {data_parallel_replicate}, but {size} ranks were started, which their product does not "
-            "divide. Start as many as train.service.processes says."
-        )
-    if size % expert_parallel:
-        raise ConfigError(
-            f"train.service.expert_parallel is {expert_parallel}, but {size} ranks were started, which it does not divide. "
-            "Start as many as train.service.processes says."
-        )
+    refuse_uneven(size, context_parallel, tensor_parallel, data_parallel_replicate, expert_parallel)
     if size == 1:
         return Ranks()
     import torch.distributed as distributed
@@ -209,23 +199,38 @@ def join(
     if not distributed.is_initialized():
         _meet(ranks, "nccl" if device == "cuda" else "gloo", timeout)
     if tensor_parallel > 1 or data_parallel_replicate > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-
         sharding = size // (tensor_parallel * data_parallel_replicate)
         sizes = {"replicate": data_parallel_replicate, "fsdp": sharding, "tp": tensor_parallel}
         sizes = {name: count for name, count in sizes.items() if count > 1 or name == "fsdp"}
-        ranks = replace(ranks, mesh=init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        ranks = replace(ranks, mesh=_mesh(device, sizes))
     if expert_parallel > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        by_experts = (size // expert_parallel, expert_parallel)
-        ranks = replace(ranks, experts=init_device_mesh(device, by_experts, mesh_dim_names=("efsdp", "ep")))
+        ranks = replace(ranks, experts=_mesh(device, {"efsdp": size // expert_parallel, "ep": expert_parallel}))
     if context_parallel > 1:
         by_group = np.arange(size).reshape(-1, context_parallel, tensor_parallel).swapaxes(1, 2)
         groups = by_group.reshape(-1, context_parallel).tolist()
         group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timeout)
         ranks = replace(ranks, context=Context.of(ranks.rank // tensor_parallel % context_parallel, group))
     return ranks
+
+
+def refuse_uneven(ranks: int, context: int, tensor: int, replicas: int, experts: int) -> None:
+    """Raises ConfigError: the sizes of `train.service` do not divide so many ranks."""
+    if ranks % (context * tensor * replicas):
+        raise ConfigError(
+            f"train.service.context_parallel is {context}, tensor_parallel {tensor} and data_parallel_replicate {replicas}, "
+            f"whose product does not divide {ranks} ranks. Take a multiple of it (train.service.processes)."
+        )
+    if ranks % experts:
+        raise ConfigError(
+            f"train.service.expert_parallel is {experts}, which does not divide {ranks} ranks. Take a multiple of it "
+            "(train.service.processes)."
+        )
+
+
+def _mesh(device: str, sizes: dict[str, int]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:

@@ -37,7 +37,7 @@ from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, it
 from tests.stages.test_distributed import is_alive
 from tests.training.service.serving import free_port
 from tests.training.service.test_engine import loss_batch
-from tests.training.test_ranks import _distance as distance
+from tests.training.test_ranks import distance
 from tests.training.tiny import sequences
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
