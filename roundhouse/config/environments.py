@@ -22,6 +22,7 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/]+")]
 ServerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]+([-_][A-Za-z0-9]+)*$")]
 """Without double underscores, which end it in a tool's name."""
 McpServers = dict[ServerName, Url]
+Problems = Annotated[int, Field(ge=2, le=100_000)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
@@ -147,7 +148,23 @@ class EnvironmentSection(Section):
     """Look again at rewarded rollouts, without changing their reward."""
 
 
-class RemoteEnvironment(EnvironmentSection):
+class FileEnvironment(EnvironmentSection):
+    """Base of those whose task rows are in files."""
+
+    train_tasks: str | None = None
+    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
+    heldout_tasks: str | None = None
+    """JSON lines file of held-out task rows."""
+
+
+class SplitEnvironment(EnvironmentSection):
+    """Base of those that hold problems out themselves."""
+
+    heldout_fraction: ProperFraction = 0.2
+    """Share of all problems that neither the warm start nor training ever sees."""
+
+
+class RemoteEnvironment(FileEnvironment):
     """A resources server reached by URL; the agent loop runs in the collector."""
 
     kind: Literal["remote"]
@@ -167,10 +184,6 @@ class RemoteEnvironment(EnvironmentSection):
     model calls are kept, and its tool calls (or steps) are made again on a new session, in order; where an answer differs, it
     starts again after all. For servers that answer the same every time and where a repeated call changes nothing outside the
     session."""
-    train_tasks: str | None = None
-    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
-    heldout_tasks: str | None = None
-    """JSON lines file of held-out task rows."""
 
     @model_validator(mode="after")
     def _repeatable(self) -> RemoteEnvironment:
@@ -191,7 +204,7 @@ class RemoteEnvironment(EnvironmentSection):
         return self
 
 
-class AgentEnvironment(EnvironmentSection):
+class AgentEnvironment(FileEnvironment):
     """An agent server (POST /run plays a whole rollout); it reaches the policy through a model server of its own."""
 
     kind: Literal["agent"]
@@ -213,10 +226,6 @@ class AgentEnvironment(EnvironmentSection):
     """Environment variable that holds the bearer token that it asks for, if it does."""
     model_server_token_file: str | None = None
     """File that holds it instead."""
-    train_tasks: str | None = None
-    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
-    heldout_tasks: str | None = None
-    """JSON lines file of held-out task rows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -246,22 +255,18 @@ class AgentEnvironment(EnvironmentSection):
         return self
 
 
-class CalculatorEnvironment(EnvironmentSection):
+class CalculatorEnvironment(SplitEnvironment):
     """Two-step arithmetic `a*b+c` with a calculator tool that takes one operator a call."""
 
     kind: Literal["calculator"] = "calculator"
-    heldout_fraction: ProperFraction = 0.2
-    """Share of all problems that neither the warm start nor training ever sees."""
 
 
-class SortEnvironment(EnvironmentSection):
+class SortEnvironment(SplitEnvironment):
     """Single turn: sort the given digits."""
 
     kind: Literal["sort"] = "sort"
     digits: Annotated[int, Field(ge=2, le=9)] = 6
     """How many digits a problem has."""
-    heldout_fraction: ProperFraction = 0.2
-    """Share of all problems that neither the warm start nor training ever sees."""
 
 
 class GuessNumberEnvironment(EnvironmentSection):
@@ -276,13 +281,11 @@ class GuessNumberEnvironment(EnvironmentSection):
     """Games after each other in one rollout, each rewarded at the turn that ends it."""
 
 
-class GeneratedProblems(EnvironmentSection):
+class GeneratedProblems(SplitEnvironment):
     """What environments with a generator have in common."""
 
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 4000
+    problems: Problems = 4000
     """How many problems are generated, over both splits."""
-    heldout_fraction: ProperFraction = 0.2
-    """Share of all problems that neither the warm start nor training ever sees."""
 
 
 class ArithmeticChainEnvironment(GeneratedProblems):
@@ -341,8 +344,7 @@ class SqlWorldEnvironment(GeneratedProblems):
     """Questions and changes over SQLite tables: result sets and final tables are compared (Linux only)."""
 
     kind: Literal["sql_world"]
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 2000
-    """How many assignments are generated, over both splits."""
+    problems: Problems = 2000
     worlds: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Different contents of the tables."""
     changes: Fraction = 0.3
@@ -353,8 +355,7 @@ class CodeEnvironment(GeneratedProblems):
     """Write a Python function; hidden tests judge it in a locked process (Linux only)."""
 
     kind: Literal["code"]
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 1000
-    """How many exercises are generated, over both splits."""
+    problems: Problems = 1000
     steps: Annotated[int, Field(ge=1, le=6)] = 3
     """Most steps of a function."""
     concurrency: PositiveInt = 2
@@ -365,8 +366,7 @@ class TerminalEnvironment(GeneratedProblems):
     """Chores in a file tree, done with commands in a sandbox: the final tree is judged."""
 
     kind: Literal["terminal"]
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 1000
-    """How many chores are generated, over both splits."""
+    problems: Problems = 1000
     files: Annotated[int, Field(ge=4, le=40)] = 8
     """Files of a tree."""
     sandbox: SandboxConfig = LocalSandbox()
@@ -377,8 +377,7 @@ class BugFixEnvironment(GeneratedProblems):
     """Repair a small Python repository in a sandbox: hidden tests judge the sources that are left, in a fresh one."""
 
     kind: Literal["bug_fix"]
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 500
-    """How many repositories are generated, over both splits."""
+    problems: Problems = 500
     functions: Annotated[int, Field(ge=2, le=8)] = 4
     """Functions of a repository, one of them with a bug."""
     sandbox: SandboxConfig = LocalSandbox()
@@ -398,31 +397,24 @@ QuestionFamily = Literal[
 ]
 
 
-class ShortQuestionsEnvironment(EnvironmentSection):
+class ShortQuestionsEnvironment(SplitEnvironment):
     """Single turn: short questions of general knowledge, for a pretrained language model."""
 
     kind: Literal["short_questions"]
     families: Annotated[tuple[QuestionFamily, ...], Field(min_length=1)] = (
-        "capitals",
-        "continents",
-        "opposites",
-        "colours",
-        "sums",
-        "units",
+        *("capitals", "continents", "opposites", "colours", "sums", "units"),
     )
     """What is asked. sentences, explanations and greetings ask for more than an answer, to evaluate other abilities."""
     max_tokens: PositiveInt = 16
     """An answer counts within so many tokens."""
     heldout_fraction: ProperFraction = 0.33
-    """Share of all questions that neither the warm start nor training ever sees."""
 
 
 class FrozenLakeEnvironment(GeneratedProblems):
     """A game of several turns in the Gymnasium protocol: cross a frozen lake without falling in."""
 
     kind: Literal["frozen_lake"]
-    problems: Annotated[int, Field(ge=2, le=100_000)] = 2000
-    """How many lakes are generated, over both splits."""
+    problems: Problems = 2000
     size: Annotated[int, Field(ge=3, le=12)] = 4
     """Rows and columns."""
     holes: Annotated[int, Field(ge=0)] = 4
@@ -464,7 +456,7 @@ class WorkerEnvironment(EnvironmentSection):
     """Further keyword arguments of the worker's class. A secret is named: `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
 
 
-class CommandEnvironment(EnvironmentSection):
+class CommandEnvironment(FileEnvironment):
     """Rollouts played by a program of yours, started once a rollout, which calls the policy at a base URL of its own."""
 
     kind: Literal["command"]
@@ -478,13 +470,9 @@ class CommandEnvironment(EnvironmentSection):
     variables: tuple[VariableName, ...] = ()
     """Environment variables of the collector that the program gets too, in addition to PATH, HOME and the like. A secret
     reaches it only so."""
-    train_tasks: str | None = None
-    """JSON lines file of training task rows. Unset only where the rows come from a file of a mixture, or for evaluation."""
-    heldout_tasks: str | None = None
-    """JSON lines file of held-out task rows."""
 
 
-class NemoGymEnvironment(EnvironmentSection):
+class NemoGymEnvironment(FileEnvironment):
     """NeMo Gym's servers, started by the run with its engine behind their model servers, watched, and ended with it. Each row
     is played by the agent that it names (`agent_ref.name`)."""
 
@@ -505,10 +493,6 @@ class NemoGymEnvironment(EnvironmentSection):
     """Time limit until all servers answer, before the first iteration."""
     restarts: Operational[Annotated[int, Field(ge=0)]] = 3
     """How often each server is started again after it has ended by itself."""
-    train_tasks: str | None = None
-    """JSON lines file of training task rows. Unset only for evaluation."""
-    heldout_tasks: str | None = None
-    """JSON lines file of held-out task rows."""
 
 
 class CustomEnvironment(EnvironmentSection):

@@ -31,7 +31,26 @@ TRAINER_IMAGE = "roundhouse/trainer:0.1.0"
 """As images/build.sh tags it, without the device."""
 
 
-class TrainerPods(Section):
+class Pods(Section):
+    """What pods of every kind have."""
+
+    cpu: Quantity
+    """CPU of each pod, as a request."""
+    memory: Quantity
+    """Memory of each pod, as request and limit."""
+    scratch: Quantity
+    """Disk for temporary files."""
+    pending_seconds: PositiveInt = 1800
+    """How long a pod may wait for a node."""
+    image_seconds: PositiveInt = 300
+    """How long a container may fail to start (image pull, missing secret) before its work is given up."""
+    priority_class: ObjectName | None = None
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+
+
+class TrainerPods(Pods):
     """The pods of a training step, with `train.service.kind: process`. Each runs `train.service.processes` processes."""
 
     image: Annotated[str, Field(min_length=1)] | None = None
@@ -42,9 +61,7 @@ class TrainerPods(Section):
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of each pod."""
     cpu: Quantity = "2"
-    """CPU of each pod, as a request."""
     memory: Quantity = "8Gi"
-    """Memory of each pod, as request and limit."""
     shared_memory: Quantity = "2Gi"
     """Size of /dev/shm; counts as memory."""
     scratch: Quantity = "50Gi"
@@ -56,72 +73,51 @@ class TrainerPods(Section):
     """What the checkpoints in it may take, the longest unused deleted first; less than the claim has."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often Kubernetes replaces a failed pod by itself; the task's own retries come on top."""
-    pending_seconds: PositiveInt = 1800
-    """How long pods may wait for a node."""
-    image_seconds: PositiveInt = 300
-    """How long a container may fail to start (image pull, missing secret) before the step is given up."""
-    priority_class: ObjectName | None = None
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels of the nodes that pods may run on."""
-    tolerations: tuple[Toleration, ...] = ()
 
 
-class CollectorPods(Section):
+class OwnPods(Pods):
+    """Pods with an account, a secret and variables of their own, in addition to infra.environment."""
+
+    image: Annotated[str, Field(min_length=1)]
+    """With what runs in it; name a digest in production."""
+    service_account: ObjectName
+    """Of these pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
+    secret: ObjectName | None = None
+    """Secret whose keys become environment variables."""
+    environment: dict[VariableName, str] = Field(default_factory=dict)
+    """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
+
+
+class CollectorPods(OwnPods):
     """The pods of a collection's shards, with `rollout.distribution.kind: job`: one a shard. An environment in process runs in
     them, so the image needs its modules, and servers are called from them."""
 
     image: Annotated[str, Field(min_length=1)] = "roundhouse/flow:0.1.0"
     """With the collector and the environment in it; name a digest in production."""
     cpu: Quantity = "1"
-    """CPU of each pod, as a request."""
     memory: Quantity = "2Gi"
-    """Memory of each pod, as request and limit."""
     scratch: Quantity = "10Gi"
-    """Disk for temporary files."""
-    pending_seconds: PositiveInt = 1800
-    """How long a pod may wait for a node."""
-    image_seconds: PositiveInt = 300
-    """How long a container may fail to start (image pull, missing secret) before the shard is given up."""
-    priority_class: ObjectName | None = None
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels of the nodes that pods may run on."""
-    tolerations: tuple[Toleration, ...] = ()
     service_account: ObjectName = "roundhouse-collector"
-    """Of these pods. Its token is not mounted; a cloud's workload identity uses its annotations."""
     secret: ObjectName | None = None
     """Secret whose keys become environment variables: for the store and for gym servers. The engine's token is not among them:
     who has that can change weights."""
-    environment: dict[VariableName, str] = Field(default_factory=dict)
-    """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
 
 
-class GymPods(Section):
+class GymPods(OwnPods):
     """The pods of a run's own NeMo Gym (`environment.kind: nemo_gym`): one for the head server and one for each server."""
 
     image: Annotated[str, Field(min_length=1)] = "roundhouse/gym:0.1.0"
     """With every environment and foreign server of the configuration in it, at the same paths as in the flow's; name a digest
     in production."""
     cpu: Quantity = "500m"
-    """CPU of each pod, as a request."""
     memory: Quantity = "1Gi"
-    """Memory of each pod, as request and limit."""
     scratch: Quantity = "1Gi"
-    """Disk for temporary files."""
     pending_seconds: PositiveInt = 1800
     """How long a pod may wait for a node; `environment.start_timeout_seconds` is the limit of the whole start."""
-    image_seconds: PositiveInt = 300
-    """How long a container may fail to start (image pull, missing secret) before its server is given up."""
-    priority_class: ObjectName | None = None
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels of the nodes that pods may run on."""
-    tolerations: tuple[Toleration, ...] = ()
     service_account: ObjectName = "roundhouse-gym"
-    """Of these pods. Its token is not mounted."""
     secret: ObjectName | None = None
     """Secret whose keys become environment variables: keys of a judge's endpoint, …. The configuration names one as
     `${oc.env:NAME}`."""
-    environment: dict[VariableName, str] = Field(default_factory=dict)
-    """More variables, in addition to infra.environment. No secrets: the run's configuration is stored."""
 
 
 class RayServiceEngine(Section):
