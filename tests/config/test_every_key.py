@@ -148,7 +148,7 @@ def test_every_limit_of_a_budget_is_held(tmp_path: Path) -> None:
 def test_every_part_of_a_toleration_reaches_the_pod() -> None:
     taint = {"key": "gpu", "operator": "Equal", "value": "h100", "effect": "NoSchedule"}
     settings = TrainerPods.model_validate({"tolerations": [taint]})
-    assert pod(settings, {}, "account", [], None)["tolerations"] == [taint]
+    assert pod(settings, {}, "account")["tolerations"] == [taint]
 
 
 # Built-in environments get their section's keys as arguments --------------------------------------------------------------

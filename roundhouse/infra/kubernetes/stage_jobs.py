@@ -12,16 +12,25 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roundhouse.config.kubernetes import TRAINER_IMAGE, CollectorPods, GymPods, KubernetesInfra, TrainerPods
+from roundhouse.config.kubernetes import (
+    TRAINER_IMAGE,
+    CollectorPods,
+    GymPods,
+    KubernetesInfra,
+    OwnPods,
+    Pods,
+    TrainerPods,
+)
 from roundhouse.config.rollout import Shards
 from roundhouse.config.training import ProcessService
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
 from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, GYM, TRAINER, PodKeys
+from roundhouse.store.location import Location
 
 Manifest = dict[str, Any]
 
@@ -54,7 +63,7 @@ class StageJob(ABC):
 
     @property
     @abstractmethod
-    def settings(self) -> TrainerPods | CollectorPods | GymPods:
+    def settings(self) -> Pods:
         """Of the pods."""
 
     @property
@@ -114,6 +123,19 @@ class StageJob(ABC):
 
     @abstractmethod
     def _pod(self, number: int) -> Manifest: ...
+
+    def _store_volume(self) -> tuple[list[Manifest], list[Manifest]]:
+        claim = self.infra.store_claim
+        return stage_pod.claimed("store", claim, str(Location(self.store).local_path) if claim else "")
+
+    def _own_container(
+        self, settings: OwnPods, number: int, variables: Mapping[str, str], mounts: Sequence[Manifest] = ()
+    ) -> Manifest:
+        environment = {**self.infra.environment, **settings.environment, **variables}
+        command, secret = self.command(number), settings.secret
+        return stage_pod.container(
+            self.container, settings.image, settings, self.identity, command, environment, secret, mounts=mounts
+        )
 
     def _labels(self) -> dict[str, str]:
         return self.identity.labels() | component_labels(self.container)
@@ -181,9 +203,8 @@ class TrainJob(StageJob):
 
     def _pod(self, number: int) -> Manifest:
         infra, trainer = self.infra, self.infra.trainer
-        claim = trainer.cache_claim
-        cache = [{"name": "cache", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
-        cache_mount = [{"name": "cache", "mountPath": NODE_CACHE}] if claim else []
+        cache, cache_mount = stage_pod.claimed("cache", trainer.cache_claim, NODE_CACHE)
+        store, store_mount = self._store_volume()
         container = stage_pod.container(
             self.container,
             trainer.image or f"{TRAINER_IMAGE}-{'cuda' if trainer.gpus else 'cpu'}",
@@ -191,14 +212,12 @@ class TrainJob(StageJob):
             self.identity,
             self.command(number),
             infra.environment,
-            store=self.store,
-            store_claim=infra.store_claim,
-            secret=infra.secret,
-            mounts=[{"name": "memory", "mountPath": "/dev/shm"}, *cache_mount],
+            infra.secret,
+            mounts=[{"name": "memory", "mountPath": "/dev/shm"}, *cache_mount, *store_mount],
             devices={"nvidia.com/gpu": str(trainer.gpus)} if trainer.gpus else {},
         )
         memory = {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": trainer.shared_memory}}
-        pod = stage_pod.pod(trainer, container, infra.service_account, [memory, *cache], infra.store_claim)
+        pod = stage_pod.pod(trainer, container, infra.service_account, [memory, *cache, *store])
         if self.pods > 1:
             pod["subdomain"] = run_object_name(self.identity.run_id, self.identity.run_uid)
         return pod
@@ -254,19 +273,9 @@ class ShardJob(StageJob):
         return ["-m", WORKER, "--spec", self.spec]
 
     def _pod(self, number: int) -> Manifest:
-        infra, settings = self.infra, self.settings
-        container = stage_pod.container(
-            self.container,
-            settings.image,
-            settings,
-            self.identity,
-            self.command(number),
-            {**infra.environment, **settings.environment, **self.variables},
-            store=self.store,
-            store_claim=infra.store_claim,
-            secret=settings.secret,
-        )
-        return stage_pod.pod(settings, container, settings.service_account, [], infra.store_claim)
+        store, mounts = self._store_volume()
+        container = self._own_container(self.settings, number, self.variables, mounts)
+        return stage_pod.pod(self.settings, container, self.settings.service_account, store)
 
     def _annotations(self) -> dict[str, str]:
         return {PLACE: self.stage}
@@ -333,18 +342,8 @@ class GymJob(StageJob):
         return super()._labels() | {f"{LABEL}gym-server": self.role}
 
     def _pod(self, number: int) -> Manifest:
-        infra, settings = self.infra, self.settings
-        container = stage_pod.container(
-            self.container,
-            settings.image,
-            settings,
-            self.identity,
-            self.command(number),
-            {**infra.environment, **settings.environment, **self.variables},
-            store=self.store,
-            store_claim=None,  # a server runs code of others, and calls no store
-            secret=settings.secret,
-        )
+        """Without the store: a server runs code of others, and calls none."""
+        container = self._own_container(self.settings, number, self.variables)
         container["command"] = [self.arguments[0]]
         if self.directory is not None:
             container["workingDir"] = self.directory
@@ -354,20 +353,16 @@ class GymJob(StageJob):
         ]
         container["ports"] = [{"name": HTTP, "containerPort": self.port}, *container.get("ports", [])]
         container["readinessProbe"] = {"tcpSocket": {"port": HTTP}, "periodSeconds": 2}
-        pod = stage_pod.pod(settings, container, settings.service_account, [], None)
-        return pod | {"affinity": self._near_engine()}
-
-    def _near_engine(self) -> Manifest:
-        """The node of an engine, else its zone: preferred, so that a full node keeps no server waiting."""
+        # The node of an engine, else its zone: preferred, so that a full node keeps no server waiting.
         labels = {"app.kubernetes.io/component": "engine"}
         if self.infra.engine is not None:
             labels["ray.io/node-type"] = "worker"  # the head of the Ray cluster has no replica
-        terms = {"kubernetes.io/hostname": 60, "topology.kubernetes.io/zone": 90}
         preferred = [
             {"weight": weight, "podAffinityTerm": {"topologyKey": key, "labelSelector": {"matchLabels": labels}}}
-            for key, weight in terms.items()
+            for key, weight in {"kubernetes.io/hostname": 60, "topology.kubernetes.io/zone": 90}.items()
         ]
-        return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+        near = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+        return stage_pod.pod(self.settings, container, self.settings.service_account) | {"affinity": near}
 
     def _disrupted(self) -> Literal["Ignore", "FailJob"]:
         """A disrupted pod is replaced, and does not count as a restart."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from roundhouse.config.kubernetes import Toleration
+from roundhouse.config.kubernetes import Pods
 from roundhouse.errors import EXIT_CODES, ConfigError, DataError, InfraError
 from roundhouse.http.asgi import is_loopback
 from roundhouse.infra.kubernetes.names import StageIdentity, run_labels, run_object_name
 from roundhouse.logs import LABELS_VARIABLE, METRICS_VARIABLE
-from roundhouse.store.location import Location
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,6 @@ FINAL_EXIT_CODES = sorted(EXIT_CODES[kind] for kind in (DataError, ConfigError))
 """Of work for which repeating cannot help."""
 
 
-class PodSettings(Protocol):
-    """A section of pods (`config.kubernetes`), as far as all have it."""
-
-    @property
-    def cpu(self) -> str: ...
-    @property
-    def memory(self) -> str: ...
-    @property
-    def scratch(self) -> str: ...
-    @property
-    def pending_seconds(self) -> int: ...
-    @property
-    def image_seconds(self) -> int: ...
-    @property
-    def priority_class(self) -> str | None: ...
-    @property
-    def node_selector(self) -> dict[str, str]: ...
-    @property
-    def tolerations(self) -> tuple[Toleration, ...]: ...
-
-
 def run_object(identity: StageIdentity, namespace: str, store: str) -> Manifest:
     """The ConfigMap that owns all else of the run: deleting it ends the run's Jobs."""
     return {
@@ -129,13 +107,7 @@ def pod_failure_policy(container: str, disrupted: Literal["Ignore", "FailJob"]) 
     }
 
 
-def pod(
-    settings: PodSettings,
-    container: Manifest,
-    service_account: str,
-    volumes: Sequence[Manifest],
-    store_claim: str | None,
-) -> Manifest:
+def pod(settings: Pods, container: Manifest, service_account: str, volumes: Sequence[Manifest] = ()) -> Manifest:
     """A pod of one container, with scratch."""
     found: Manifest = {
         "restartPolicy": "Never",
@@ -155,36 +127,28 @@ def pod(
         },
         "containers": [container],
         "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch}}, *volumes],
+        "priorityClassName": settings.priority_class,
+        "nodeSelector": dict(settings.node_selector),
+        "tolerations": [accepted.model_dump(exclude_none=True) for accepted in settings.tolerations],
     }
-    if store_claim:
-        found["volumes"].append({"name": "store", "persistentVolumeClaim": {"claimName": store_claim}})
-    if settings.priority_class:
-        found["priorityClassName"] = settings.priority_class
-    if settings.node_selector:
-        found["nodeSelector"] = dict(settings.node_selector)
-    if settings.tolerations:
-        found["tolerations"] = [accepted.model_dump(exclude_none=True) for accepted in settings.tolerations]
-    return found
+    return {name: value for name, value in found.items() if value not in (None, {}, [])}
 
 
 def container(
     name: str,
     image: str,
-    settings: PodSettings,
+    settings: Pods,
     identity: StageIdentity,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    *,
-    store: str,
-    store_claim: str | None,
     secret: str | None,
+    *,
     mounts: Sequence[Manifest] = (),
     devices: Mapping[str, str] | None = None,
 ) -> Manifest:
     """The interpreter with `arguments`, and what it writes to.
 
     Args:
-        store: URI of the store's root, where the claim is mounted.
         devices: more resources, such as GPUs, as request and limit.
     """
     basic = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -217,9 +181,13 @@ def container(
     host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
     if port.isdigit() and host and not is_loopback(host.strip("[]")):  # the page for Prometheus is open to others
         found["ports"] = [{"name": METRICS, "containerPort": int(port)}]
-    if store_claim:
-        path = str(Location(store).local_path)
-        found["volumeMounts"].append({"name": "store", "mountPath": path})
     if secret:
         found["envFrom"] = [{"secretRef": {"name": secret}}]
     return found
+
+
+def claimed(name: str, claim: str | None, path: str) -> tuple[list[Manifest], list[Manifest]]:
+    """Volume and mount of a PersistentVolumeClaim; none without one."""
+    if not claim:
+        return [], []
+    return [{"name": name, "persistentVolumeClaim": {"claimName": claim}}], [{"name": name, "mountPath": path}]
