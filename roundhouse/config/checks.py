@@ -29,7 +29,6 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -739,45 +738,16 @@ _WIDEST_ROUNDING = 1.05
 """Upper bounds of a sequence's mean ratio below this are meant for rounding, not for other weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unsound:
-    """A setting that cannot be right."""
-
-    key: str
-    value: object
-    why: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.key} is {self.value}: {self.why} {self.remedy}"
-
-
-def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[Unsound]:
+def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[str]:
     """Everything that cannot be right of a run's configuration under this asynchrony; empty with staleness 0."""
     if asynchrony.staleness == 0:
         return []
-    algorithm, found = config.train.algorithm, []
-    bound = f"asynchrony.staleness is {asynchrony.staleness}"
-    if isinstance(algorithm, PolicyGradient):
-        found += _of_the_loss(algorithm, bound)
-    if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
-        found.append(
-            Unsound(
-                "train.algorithm.kl_importance_weighting",
-                False,
-                f"{bound}, and the KL term's tokens were sampled by older weights, so its estimate is biased.",
-                "Set it to true, or kl_coefficient to 0.",
-            )
-        )
+    found = unsound_for_old_samples(config.train.algorithm, f"asynchrony.staleness is {asynchrony.staleness}, and ")
     if config.rollout.dynamic_sampling is not None and asynchrony.window > 1:
         found.append(
-            Unsound(
-                "rollout.dynamic_sampling",
-                "set",
-                f"asynchrony.window is {asynchrony.window}, so that a step takes groups before slower ones of their round are "
-                "complete, and whether a round has enough groups with spread is known only then.",
-                "Unset it, or set asynchrony.mode to batch-async or fully-async and window to 1.",
-            )
+            f"rollout.dynamic_sampling is set: asynchrony.window is {asynchrony.window}, so that a step takes groups before "
+            "slower ones of their round are complete, and whether a round has enough groups with spread is known only then. "
+            "Unset it, or set asynchrony.mode to batch-async or fully-async and window to 1."
         )
     return found
 
@@ -810,44 +780,13 @@ def with_correction(asynchrony: Asynchrony, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"algorithm": corrected})})
 
 
-def _of_the_loss(algorithm: PolicyGradient, bound: str) -> list[Unsound]:
-    found = []
-    correction, (_, high) = algorithm.mismatch_correction, algorithm.bounds
-    if correction == "none":
-        found.append(
-            Unsound(
-                "train.algorithm.mismatch_correction",
-                correction,
-                f"{bound}, and nothing corrects for the older weights that sampled the tokens.",
-                f"Set it to {DEFAULT_CORRECTION} (or icepop, which drops tokens instead of bounding their weight).",
-            )
-        )
-    elif correction == "seq-mask-tis" and high < _WIDEST_ROUNDING:
-        found.append(
-            Unsound(
-                "train.algorithm.mismatch_bounds",
-                list(algorithm.bounds),
-                f"{bound}: bounds so close to 1 are for rounding between engine and trainer, and would mask nearly every "
-                "sequence that is a version old.",
-                "Set them, [0.8, 1.25] for example, or mismatch_correction to tis.",
-            )
-        )
-    if algorithm.importance_ratio == "on_policy":
-        found.append(
-            Unsound(
-                "train.algorithm.importance_ratio",
-                algorithm.importance_ratio,
-                f"{bound}, and it says that the policy that trains has sampled.",
-                "Set it to token, or asynchrony.staleness to 0.",
-            )
-        )
-    return found
-
-
-def unsound_for_old_samples(algorithm: TokenLoss | Any) -> list[str]:
+def unsound_for_old_samples(algorithm: TokenLoss | Any, because: str = "") -> list[str]:
     """What of an algorithm cannot be right for tokens that another policy sampled: key, value, reason and remedy a line.
 
     Cross-entropy learns from chosen rollouts of any policy.
+
+    Args:
+        because: why another policy sampled, as the beginning of the reason.
     """
     if not isinstance(algorithm, TokenLoss):
         return []
@@ -856,22 +795,23 @@ def unsound_for_old_samples(algorithm: TokenLoss | Any) -> list[str]:
         correction, bounds = algorithm.mismatch_correction, algorithm.bounds
         if correction == "none":
             found.append(
-                "train.algorithm.mismatch_correction is none: nothing corrects for the policy that sampled the tokens. Set "
-                "it to tis (or icepop, which drops tokens instead of bounding their weight)."
+                f"train.algorithm.mismatch_correction is none: {because}nothing corrects for the policy that sampled the "
+                f"tokens. Set it to {DEFAULT_CORRECTION} (or icepop, which drops tokens instead of bounding their weight)."
             )
         elif correction == "seq-mask-tis" and bounds[1] < _WIDEST_ROUNDING:
             found.append(
-                f"train.algorithm.mismatch_bounds is {list(bounds)}, meant for rounding between engine and trainer: nearly "
-                "every sequence would be masked. Set them, [0.8, 1.25] for example, or mismatch_correction to tis."
+                f"train.algorithm.mismatch_bounds is {list(bounds)}: {because}bounds so close to 1 are for rounding between "
+                "engine and trainer, and would mask nearly every sequence of another policy. Set them, [0.8, 1.25] for "
+                f"example, or mismatch_correction to {DEFAULT_CORRECTION}."
             )
         if algorithm.importance_ratio == "on_policy":
             found.append(
-                "train.algorithm.importance_ratio is on_policy, which says that the policy that trains has sampled. Set it to "
-                "token."
+                f"train.algorithm.importance_ratio is on_policy: {because}it says that the policy that trains has sampled. Set "
+                "it to token."
             )
     if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
         found.append(
-            "train.algorithm.kl_importance_weighting is false, and the KL term's tokens were sampled by another policy, so its "
-            "estimate is biased. Set it to true, or kl_coefficient to 0."
+            f"train.algorithm.kl_importance_weighting is False: {because}the KL term's tokens were sampled by another policy, "
+            "so its estimate is biased. Set it to true, or kl_coefficient to 0."
         )
     return found
