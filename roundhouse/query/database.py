@@ -15,22 +15,28 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 
 from roundhouse.config.renamed import translated
 from roundhouse.errors import RoundhouseError
-from roundhouse.query.parts import DATASET_PLACE, StageFiles, columns_found, dataset_of, datasets_stages, runs_stages
+from roundhouse.query.parts import (
+    DATASET_PLACE,
+    PLACE,
+    StageFiles,
+    columns_found,
+    dataset_of,
+    datasets_stages,
+    runs_stages,
+    with_place,
+)
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import no_such_run
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _READS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 _LOCKS = (
@@ -168,8 +174,6 @@ def describe(names: set[str]) -> str:
 
 def schema_of(name: str) -> pa.Schema:
     """The columns that a query sees of a table of `TABLES`."""
-    from roundhouse.query.parts import DATASET_PLACE, PLACE, with_place
-
     kind = TABLES[name]
     place = PLACE if kind.of_datasets is None else DATASET_PLACE
     return with_place(kind.schema, place) if kind.partitioned else kind.schema
@@ -338,26 +342,7 @@ def build_dataset_table(name: str, versions: Sequence[StageFiles]) -> Any:
     if kind.partitioned:
         assert kind.of_datasets is not None
         return dataset_of(versions, kind.of_datasets, kind.schema, DATASET_PLACE)
-    rows = [
-        {
-            "dataset": stage.dataset,
-            "version": stage.version,
-            "uri": stage.uri,
-            "run_id": stage.manifest.run_id,
-            "policy_version": stage.manifest.provenance.policy_version,
-            "draw": stage.manifest.iteration,
-            "rollouts": stage.manifest.counts.get("requested"),
-            "bytes": sum(entry.size for entry in stage.manifest.files),
-            "started_at": stage.manifest.started_at,
-            "finished_at": stage.manifest.finished_at,
-            "code_version": stage.manifest.provenance.code_version,
-            "config_digest": stage.manifest.provenance.config_digest,
-            "metrics": list(stage.manifest.metrics.items()),
-        }
-        for stage in versions
-        if stage.manifest is not None
-    ]
-    return pa.Table.from_pylist(rows, schema=kind.schema)
+    return pa.Table.from_pylist(_manifest_rows(versions), schema=kind.schema)
 
 
 def build_table(name: str, store: str, run_ids: Sequence[str], stages: Sequence[StageFiles]) -> Any:
@@ -391,19 +376,26 @@ def runs_rows(store: str, run_ids: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _stage_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
+def _manifest_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
+    """What the manifests say; each table takes the columns of its schema."""
     return [
         {
             "run_id": manifest.run_id,
             "iteration": manifest.iteration,
+            "draw": manifest.iteration,
             "stage": manifest.kind,
+            "dataset": stage.dataset,
+            "version": stage.version or stage.iteration,
+            "uri": stage.uri,
             "policy_version": manifest.provenance.policy_version,
             "attempt": manifest.attempt,
             "started_at": manifest.started_at,
             "finished_at": manifest.finished_at,
             "seconds": manifest.finished_at - manifest.started_at,
             "cpu_seconds": manifest.resources.get("cpu_seconds"),
+            "rollouts": manifest.counts.get("requested"),
             "bytes": sum(entry.size for entry in manifest.files),
+            "files": len(manifest.files),
             "seed": manifest.provenance.seed,
             "config_digest": manifest.provenance.config_digest,
             "code_version": manifest.provenance.code_version,
@@ -440,25 +432,11 @@ def _iteration_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
 
 
 def _checkpoint_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
-    return [
-        {
-            "run_id": stage.run_id,
-            "version": stage.iteration,
-            "uri": stage.uri,
-            "bytes": sum(entry.size for entry in stage.manifest.files),
-            "files": len(stage.manifest.files),
-            "finished_at": stage.manifest.finished_at,
-            "code_version": stage.manifest.provenance.code_version,
-            "config_digest": stage.manifest.provenance.config_digest,
-            "metrics": list(stage.manifest.metrics.items()),
-        }
-        for stage in stages
-        if stage.stage == StageKind.CHECKPOINT and stage.manifest is not None
-    ]
+    return _manifest_rows([stage for stage in stages if stage.stage == StageKind.CHECKPOINT])
 
 
 _FROM_MANIFESTS: dict[str, Callable[[Sequence[StageFiles]], list[dict[str, Any]]]] = {
-    "stages": _stage_rows,
+    "stages": _manifest_rows,
     "iterations": _iteration_rows,
     "checkpoints": _checkpoint_rows,
 }

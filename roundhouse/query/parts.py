@@ -119,14 +119,11 @@ def stages_in(root: str, names: Iterable[str]) -> Iterator[StageFiles]:
         yield StageFiles(run_id, iteration, stage, place, tuple(sorted(own)))
 
 
-def datasets_stages(
-    store: str, *, runs: Sequence[str] | None = None, names: Sequence[str] | None = None, unfinished: bool = False
-) -> list[StageFiles]:
+def datasets_stages(store: str, *, runs: Sequence[str] | None = None, unfinished: bool = False) -> list[StageFiles]:
     """The versions of a store's datasets, in order, each with its manifest.
 
     Args:
         runs: only what these collected.
-        names: only these datasets.
         unfinished: versions without a manifest too; who collects them is not known.
 
     Raises:
@@ -135,7 +132,7 @@ def datasets_stages(
     root = Location(store) / "datasets"
     files: dict[tuple[str, str], list[str]] = {}
     for name in root.tree():
-        if (match := _DATASET_FILE.fullmatch(name)) is not None and (names is None or match["dataset"] in names):
+        if (match := _DATASET_FILE.fullmatch(name)) is not None:
             files.setdefault((match["dataset"], match["version"]), []).append(match["file"])
     found = [
         StageFiles("", 0, "collect", f"{root.uri}/{dataset}/{version}", tuple(sorted(own)), None, dataset, version)
