@@ -31,6 +31,8 @@ from roundhouse.view.index import Indexes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+MOST_QUARANTINED = 2000
+"""Rows of the quarantine that are shown."""
 _PART = re.compile(r"rollouts-(a\d+-\d+\.parquet)$")
 
 
@@ -105,11 +107,11 @@ class Details:
                 texts[(iteration, row["rollout_id"])] = _readable(row)
         return [member | texts.get((member["iteration"], member["rollout_id"]), {}) for member in members]
 
-    def quarantined(self, scope: Scope, limit: int = 2000) -> list[dict[str, Any]]:
+    def quarantined(self, scope: Scope) -> list[dict[str, Any]]:
         """What validation kept from training, with the evidence."""
         stages = [stage for stage in self._indexes.at(scope).stages if stage.stage == StageKind.VALIDATE]
         names = ["iteration", *QUARANTINE.names]
-        return dataset_of(stages, "quarantine", QUARANTINE).head(limit, columns=names).to_pylist()
+        return dataset_of(stages, "quarantine", QUARANTINE).head(MOST_QUARANTINED, columns=names).to_pylist()
 
     def _load_decoder(self, run_id: str) -> Decoder | None:
         data = self._catalog.tokenizer_file(run_id)

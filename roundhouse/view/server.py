@@ -143,6 +143,10 @@ class _Guarded:
 
 
 Parameters = Mapping[str, str]
+ANSWERS = (
+    "store", "run", "curve", "rollouts", "facets", "rollout", "group", "quarantine", "compare", "replays",
+)  # fmt: skip
+"""What can be asked for under /api, each a method of `Answers`."""
 
 
 class Answers:
@@ -155,18 +159,7 @@ class Answers:
 
     def routes(self) -> dict[str, Callable[[Parameters], Any]]:
         """By name."""
-        return {
-            "store": self.store,
-            "run": self.run,
-            "curve": self.curve,
-            "rollouts": self.rollouts,
-            "facets": self.facets,
-            "rollout": self.rollout,
-            "group": self.group,
-            "quarantine": self.quarantine,
-            "compare": self.compare,
-            "replays": self.replays,
-        }
+        return {name: getattr(self, name) for name in ANSWERS}
 
     def store(self, parameters: Parameters) -> dict[str, Any]:
         return {"store": self.catalog.root.uri, "runs": self.catalog.runs()}
