@@ -321,7 +321,16 @@ def runs_approve(
 
     run = load_run(store, run_id)
     if version is None:
-        return _show_waiting(run)
+        from roundhouse.stages.promotion import open_questions
+
+        rows = []
+        for question in open_questions(run):
+            until = "" if question.until is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(question.until))
+            then = "" if question.until is None else question.at_limit
+            rows.append((question.version, question.why, until, then))
+        if not rows:
+            return out(f"No version of {run.run_id} waits for approval.")
+        return print_table(("version", "why", "until", "then"), rows)
     given = answer(run, version, not refuse, comment)
     if find_prefect(state_of(store, state)):
         from flows.approval import carry_out
@@ -355,16 +364,3 @@ def raise_limits(store: str, run_id: str, wanted: Sequence[str], comment: str) -
             raise ConfigError(f"--budget {text!r} is not of the form limit=number, such as gpu_hours=10.") from None
     raised = raise_budget(load_run(store, run_id), limits, comment, getpass.getuser())
     out(f"{run_id}: budget raised to {', '.join(f'{name}={value:g}' for name, value in raised.limits.items())}")
-
-
-def _show_waiting(run: Run) -> None:
-    from roundhouse.stages.promotion import open_questions
-
-    rows = []
-    for question in open_questions(run):
-        until = "" if question.until is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(question.until))
-        then = "" if question.until is None else question.at_limit
-        rows.append((question.version, question.why, until, then))
-    if not rows:
-        return out(f"No version of {run.run_id} waits for approval.")
-    return print_table(("version", "why", "until", "then"), rows)

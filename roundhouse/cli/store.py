@@ -100,7 +100,18 @@ def query(
     """Ask the runs of a store in SQL (DuckDB): rollouts, turns, sequences, quarantine, columns, iterations, stages,
     checkpoints, runs. Read-only."""
     if tables:
-        return _show_tables(as_json)
+        from roundhouse.query.database import TABLES, schema_of
+
+        schemas = {name: schema_of(name) for name in TABLES}
+        if as_json:
+            return out_json(
+                {name: {field.name: str(field.type) for field in schema} for name, schema in schemas.items()}
+            )
+        terminal = console()
+        for name, schema in schemas.items():
+            terminal.print(f"[bold]{name}[/]  [dim]{TABLES[name].about}[/]", highlight=False)
+            terminal.print(f"  {', '.join(schema.names)}", highlight=False)
+        return None
     if sql is None:
         raise typer.BadParameter(
             'Give a statement, as in roundhouse query "SELECT count(*) FROM rollouts"; or --tables.'
@@ -125,19 +136,6 @@ def query(
             writer.writerow("" if value is None else _cell(value, digits=None) for value in row.values())
     else:
         _show(answer, limit)
-    return None
-
-
-def _show_tables(as_json: bool) -> None:
-    from roundhouse.query.database import TABLES, schema_of
-
-    schemas = {name: schema_of(name) for name in TABLES}
-    if as_json:
-        return out_json({name: {field.name: str(field.type) for field in schema} for name, schema in schemas.items()})
-    terminal = console()
-    for name, schema in schemas.items():
-        terminal.print(f"[bold]{name}[/]  [dim]{TABLES[name].about}[/]", highlight=False)
-        terminal.print(f"  {', '.join(schema.names)}", highlight=False)
     return None
 
 

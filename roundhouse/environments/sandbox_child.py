@@ -87,10 +87,8 @@ def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int, more_calls: Seq
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         raise OSError(f"no system-call filter for {sys.platform} on {machine}")
     column, architecture = ARCHITECTURES[machine]
-    _filter_calls(architecture, [numbers[column] for numbers in (*CALLS.values(), *more_calls)], FUTEX[column])
-
-
-def _filter_calls(architecture: int, allowed: list[int], futex: int) -> None:
+    allowed = [numbers[column] for numbers in (*CALLS.values(), *more_calls)]
+    futex = FUTEX[column]
     rest = [
         (_JUMP_IF_EQUAL, 0, 3, futex),
         (_LOAD, 0, 0, _SECOND_ARGUMENT),

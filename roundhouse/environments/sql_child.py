@@ -93,7 +93,17 @@ def execute(image: bytes, statement: str, writable: bool) -> tuple[Result, bytes
         connection.set_authorizer(authorize)
         checks = iter(range(STEPS // STEPS_BETWEEN_CHECKS))
         connection.set_progress_handler(lambda: next(checks, None) is None, STEPS_BETWEEN_CHECKS)
-        result = _fetched(connection.execute(statement))
+        cursor = connection.execute(statement)
+        rows: list[tuple[Any, ...]] = []
+        size = 0
+        for row in cursor:
+            rows.append(row)
+            size += sum(len(cell) for cell in row if isinstance(cell, (str, bytes)))
+            if len(rows) > MAX_ROWS:
+                raise StatementRefused(f"more than {MAX_ROWS} rows")
+            if size > MAX_BYTES:
+                raise StatementRefused(f"more than {MAX_BYTES} bytes")
+        result = Result([column[0] for column in cursor.description or ()], rows)
         if not writable:
             return result, image
         connection.set_authorizer(None)
@@ -102,19 +112,6 @@ def execute(image: bytes, statement: str, writable: bool) -> tuple[Result, bytes
         raise StatementRefused(str(error) or "out of memory") from error
     finally:
         connection.close()
-
-
-def _fetched(cursor: sqlite3.Cursor) -> Result:
-    rows: list[tuple[Any, ...]] = []
-    size = 0
-    for row in cursor:
-        rows.append(row)
-        size += sum(len(cell) for cell in row if isinstance(cell, (str, bytes)))
-        if len(rows) > MAX_ROWS:
-            raise StatementRefused(f"more than {MAX_ROWS} rows")
-        if size > MAX_BYTES:
-            raise StatementRefused(f"more than {MAX_BYTES} bytes")
-    return Result([column[0] for column in cursor.description or ()], rows)
 
 
 def framed(message: dict[str, Any]) -> bytes:

@@ -331,8 +331,6 @@ def services_of(config: RunConfig) -> Iterator[Services]:
 
 LOOK_SECONDS = 0.5
 
-logger = logging.getLogger(__name__)
-
 
 @contextmanager
 def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
@@ -366,5 +364,5 @@ def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
                 f"{mine.run_id} comes next. For both at once, give one of them services of its own (infra.state)."
             )
             announce("waiting", text=text)
-            logger.info("Waiting: %s", text)
+            log.info("Waiting: %s", text)
         time.sleep(LOOK_SECONDS)

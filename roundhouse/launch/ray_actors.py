@@ -100,7 +100,20 @@ class RayLauncher(Launcher):
     ) -> tuple[int, list[str]]:
         """The exit code and the last lines of a program, once it has ended."""
         deadline = time.monotonic() + program.timeout_seconds
-        ended = actor.run.remote(program.place.uri, _fields(program))
+        # What the actor needs of a program, as plain values; the spec lies at its place.
+        ended = actor.run.remote(
+            program.place.uri,
+            {
+                "what": program.what,
+                "module": program.module,
+                "stage": program.stage,
+                "label": program.label,
+                "ranks": program.ranks,
+                "timeout_seconds": program.timeout_seconds,
+                "timeout_key": program.timeout_key,
+                "environment": dict(program.environment),
+            },
+        )
         answer, heard, is_asked = actor.lines.remote(0), list[str](), False
         said(f"waits for {room} on the Ray cluster")
         while True:
@@ -129,17 +142,3 @@ class RayLauncher(Launcher):
                     f"{program.what} took longer than {program.timeout_key} ({program.timeout_seconds:.0f} s), the wait for "
                     f"{room} of the Ray cluster included, and was ended. The last it said: {last}"
                 )
-
-
-def _fields(program: Program) -> dict[str, Any]:
-    """What the actor needs of a program, as plain values; the spec lies at its place."""
-    return {
-        "what": program.what,
-        "module": program.module,
-        "stage": program.stage,
-        "label": program.label,
-        "ranks": program.ranks,
-        "timeout_seconds": program.timeout_seconds,
-        "timeout_key": program.timeout_key,
-        "environment": dict(program.environment),
-    }

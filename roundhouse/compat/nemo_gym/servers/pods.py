@@ -275,7 +275,13 @@ class PodServers:
         self._refuse_beside_another_flow()
         self._jobs.end_others({PLACE: GYM_PLACE}, {self._plan.jobs[0].identity.digest})
         owner = self._own.owner(self._plan.jobs[0])
-        self._create_secret(owner)
+        # One of the name is this run's, with the same content: the name says so, and the flow may read none.
+        body = gym_secret(self._plan.secret, self._plan.jobs[0], owner, self._plan.values)
+        try:
+            self._cluster.create(self._own.path("v1", "secrets"), body)
+        except ApiRefused as refused:
+            if refused.status != 409:
+                raise explained(refused, f"create secrets in namespace {self._namespace}") from refused
         for job in self._plan.jobs:
             self._own.ensure("v1", "services", job.service(owner))
         for job in self._plan.jobs:
@@ -325,15 +331,6 @@ class PodServers:
                     f"The gym servers of this run belong to Job {owner['name']}, whose flow is under way. Wait for its end, or "
                     f"delete it: kubectl -n {self._namespace} delete job {owner['name']}"
                 )
-
-    def _create_secret(self, owner: Object) -> None:
-        """One of the name is this run's, with the same content: the name says so, and the flow may read none."""
-        body = gym_secret(self._plan.secret, self._plan.jobs[0], owner, self._plan.values)
-        try:
-            self._cluster.create(self._own.path("v1", "secrets"), body)
-        except ApiRefused as refused:
-            if refused.status != 409:
-                raise explained(refused, f"create secrets in namespace {self._namespace}") from refused
 
     def _keep(self, job: GymJob) -> None:
         """Have the server run until its role is told to stop; started again, as often as allowed, when it has ended."""
