@@ -207,10 +207,13 @@ DELETED = "deleted"
 def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str) -> str | None:
     """Register an evaluated checkpoint, and let the model follow the store; return the registered model's name.
 
-    None when registration is off, or the checkpoint is not there.
+    None when registration is off, or no checkpoint is known. One that is deleted by now is registered as such.
     """
     name = model_name(run)
+    evaluation = run.stage(version, StageKind.EVALUATE).reference()
     checkpoint = run.checkpoint(version).reference()
+    if checkpoint is None and evaluation is not None:  # retention was quicker than MLflow
+        checkpoint = read_manifest(evaluation).inputs.get("checkpoint")
     if name is None or checkpoint is None:
         return None
     from mlflow.exceptions import MlflowException
@@ -237,7 +240,6 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
             stage = run.stage(version, kind).reference()
             if stage is not None:
                 tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
-        evaluation = run.stage(version, StageKind.EVALUATE).reference()
         if evaluation is not None:
             tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
         client.create_model_version(

@@ -25,7 +25,7 @@ def run(tmp_path) -> Run:
 
 def evaluated(run: Run, version: int, rewards: Sequence[float | None]) -> None:
     """A checkpoint and an evaluation with one rollout a task; None: it failed."""
-    run.begin(run.checkpoint(version), policy_version=version).commit()
+    checkpoint = run.begin(run.checkpoint(version), policy_version=version).commit()
     rollouts = [
         Rollout(
             f"task-{i}",
@@ -41,7 +41,7 @@ def evaluated(run: Run, version: int, rewards: Sequence[float | None]) -> None:
     attempt.write_table("turns", turns_table(rollouts))
     attempt.write_table("rollouts", rollouts_table(rollouts))
     counts = Ledger.from_rollouts(rollouts, requested=len(rollouts)).counts()
-    attempt.commit(counts=counts, metrics=evaluation_metrics(rollouts))
+    attempt.commit(inputs={"checkpoint": checkpoint}, counts=counts, metrics=evaluation_metrics(rollouts))
 
 
 def test_the_first_evaluated_version_is_promoted_and_later_ones_only_when_better_beyond_noise(run: Run):

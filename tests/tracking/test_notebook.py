@@ -151,13 +151,19 @@ def test_evaluated_checkpoints_are_model_versions_and_the_alias_follows_the_stor
     assert checkpoint.uri.removeprefix("file://") in promoted.description
 
 
-def test_a_version_whose_checkpoint_retention_has_deleted_says_so(run: Run, page: MlflowRun, database: str):
+@pytest.mark.parametrize("is_late", [False, True], ids=["registered before", "registered after"])
+def test_a_version_whose_checkpoint_retention_has_deleted_says_so(
+    run: Run, page: MlflowRun, database: str, is_late: bool
+):
     for version in range(4):
         evaluated(run, version, [1.0])
         report_iteration(run, version)
-    page.log_missing_iterations()
-    deleted = [str(version) for version in retain(run, 9)]
+    if not is_late:
+        page.log_missing_iterations()
+    deleted = [str(version) for version in retain(run, 4)]
     assert deleted
+    page.log_missing_iterations()
+    assert sorted(versions(run, database)) == ["0", "1", "2", "3"]
     page.follow_store()
     page.follow_store()
     said = {name: each.description.count("Deleted from the store") for name, each in versions(run, database).items()}
