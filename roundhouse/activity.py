@@ -324,6 +324,10 @@ class Supervision(Generic[T]):
         self._context = contextvars.copy_context()
         self.given_up = False
         self.thread = _free_worker()
+        self._inner: Supervision[Any] | None = None
+        """Work of this kind that this work has begun and waits for."""
+        if (outer := _supervision.get()) is not None:
+            outer._inner = self
 
     def start(self) -> None:
         self.thread.works.put(self)
@@ -347,6 +351,9 @@ class Supervision(Generic[T]):
             self._main = None
 
     def stack(self) -> str:
+        """Where it stands, or what it waits for does."""
+        if self._inner is not None and not self._inner.done.is_set():
+            return self._inner.stack()
         frame: FrameType | None = sys._current_frames().get(self.thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:])
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ class Saved(GuessNumber):
     restoration = "snapshot"
 
     async def snapshot_session(self, session: Game) -> Any:
-        return [session.hidden, session.guesses, session.found]
+        return astuple(session)
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> Game:
         return Game(*snapshot)

@@ -287,8 +287,9 @@ def test_a_rollout_that_holds_the_thread_of_all_others_is_given_up_with_them_and
 
     with monkeypatch.context() as planted:
         planted.setattr(GuessNumber, "verify", hold)
-        with pytest.raises(Stalled, match="nothing has moved"):
-            supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)
+        while not ended_by:  # a slow machine is given up before a rollout has come so far, and the next attempt goes on
+            with pytest.raises(Stalled, match="nothing has moved"):
+                supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)
     assert ended_by[0] is Interrupted
     assert ACTIVITY.is_quiescent(), "nothing is left behind"
     reference = collect_iteration(run, 1, weights, engine.url)
