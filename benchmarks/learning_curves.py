@@ -18,6 +18,7 @@ import json
 import logging
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -116,6 +117,8 @@ async def train(config: RunConfig, start: Path, iterations: int, kept: Path) -> 
             trainer.save(Path(directory))
             await policy.take(Path(directory), iteration)
         curve.append(statistics.fmean(own_rewards(config, rollouts)))
+        seconds = time.process_time() - cpu
+        print(f"{kept.name}: iteration {iteration}, reward {curve[-1]:.3f}, {seconds:.0f} CPU s", file=sys.stderr)
         generated += sum(rollout.generated_tokens for rollout in (*rollouts, *branches))
     trainer.save(kept)
     after, sampled_after = await _heldout(config, policy, True), await _heldout(config, policy, False)

@@ -1,7 +1,7 @@
 """Memory plans beside the measured peaks of training steps on this machine's CPU.
 
-    python -m benchmarks.memory_plan [--ranks 2] [--sizes 3]        settings of one process, or of as many ranks under FSDP2
-    python -m benchmarks.memory_plan --layouts [--sizes 1]          1, 2 and 4 ranks in each layout
+    python -m benchmarks.memory_plan [--ranks 2] [--sizes 3] [--settings 3]     one process, or as many ranks under FSDP2
+    python -m benchmarks.memory_plan --layouts [--sizes 1]                      1, 2 and 4 ranks in each layout
 
 For each model and set of settings, a process of its own (or as many ranks, under torchrun) loads the model, trains one update,
 and measures the peak of its resident memory over a second update, above what the process had after training a tiny model in the
@@ -73,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--sizes", type=int, help="how many of the models, smallest first (with --layouts 1, else all)")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of them, without --layouts")
     parser.add_argument("--layouts", action="store_true", help="1, 2 and 4 ranks in each layout, in place of settings")
     parser.add_argument("--case", help="used by the benchmark itself")
     arguments = parser.parse_args()
@@ -80,14 +81,15 @@ def main() -> None:
         measure(json.loads(arguments.case))
         return
     sizes = list(SHAPES)[: arguments.sizes or (1 if arguments.layouts else len(SHAPES))]
+    settings = list(SETTINGS)[: arguments.settings]
     with tempfile.TemporaryDirectory(prefix="rh-plan-") as directory:
-        sys.exit(report(Path(directory), cases(sizes, arguments.ranks, layouts=arguments.layouts)))
+        sys.exit(report(Path(directory), cases(sizes, arguments.ranks, settings, layouts=arguments.layouts)))
 
 
-def cases(sizes: list[str], ranks: int, *, layouts: bool) -> list[Case]:
+def cases(sizes: list[str], ranks: int, settings: list[str], *, layouts: bool) -> list[Case]:
     """The rows of the table."""
     if not layouts:
-        return [Case(size, name, ranks, changes) for size in sizes for name, changes in SETTINGS.items()]
+        return [Case(size, name, ranks, SETTINGS[name]) for size in sizes for name in settings]
     return [
         Case(size, name, count, {"service": {"kind": "resident", "processes": count, **keys}})
         for size in sizes

@@ -195,7 +195,8 @@ def probe(model: Any, loaded: Tensors) -> int:
     import torch
 
     with torch.inference_mode():
-        proved = sum(_prove_parameter(name, parameter, loaded) for name, parameter in model.named_parameters())
+        named = model.named_parameters()
+        proved = sum(_prove_parameter(model, name, parameter, loaded) for name, parameter in named)
         proved += sum(_prove_layer(name, layer, parts, loaded) for name, layer, parts in _packed_layers(model))
     if proved == 0:
         raise StaleWeights("No parameter of the running model could be compared with the weights that were loaded.")
@@ -218,13 +219,15 @@ class _Checkpoint:
         return None if file is None else file.get_tensor(name)
 
 
-def _prove_parameter(name: str, parameter: Any, checkpoint: Tensors) -> bool:
+def _prove_parameter(model: Any, name: str, parameter: Any, checkpoint: Tensors) -> bool:
     """Parameters that vLLM keeps as they are (norms, embeddings) must equal the checkpoint's."""
     import torch
 
     if parameter.numel() == 0 or parameter.dim() == 0:
         return False
     tensor = checkpoint.get(name)
+    if tensor is not None and hasattr(owner := model.get_submodule(name.rpartition(".")[0]), "shard_indices"):
+        tensor = _own_rows(owner, tensor)
     if tensor is None or tensor.shape[1:] != parameter.shape[1:] or tensor.shape[0] > parameter.shape[0]:
         return False
     if not torch.equal(parameter[: tensor.shape[0]].cpu(), tensor.to(parameter.dtype)):
@@ -241,10 +244,7 @@ def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
     stacked: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     wanted = _probed_layers(model)
     for name, module in model.named_modules():
-        if (
-            getattr(module, "tp_size", 1) != 1
-            or type(getattr(module, "quant_method", None)).__name__ not in _UNQUANTIZED
-        ):
+        if type(getattr(module, "quant_method", None)).__name__ not in _UNQUANTIZED:
             continue
         if name == "lm_head":
             tied = model.config.tie_word_embeddings
@@ -263,6 +263,7 @@ def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -
     tensors = [tensor for part in parts if (tensor := checkpoint.get(part)) is not None]
     if len(tensors) != len(parts):
         return False
+    tensors = _own_shards(layer, tensors)
     reference = next((p for p in layer.parameters() if p.numel()), None)
     dtype = getattr(layer, "params_dtype", None) or (reference.dtype if reference is not None else tensors[0].dtype)
     device = reference.device if reference is not None else "cpu"
@@ -273,6 +274,30 @@ def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -
     if not float((got - expected).abs().max()) <= bound:
         raise StaleWeights(f"{name} does not compute with the weights that were loaded.")
     return True
+
+
+def _own_rows(embedding: Any, tensor: Any) -> Any:
+    """Of an embedding or a head, what this tensor-parallel worker has of the vocabulary."""
+    shard = embedding.shard_indices
+    return tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
+
+
+def _own_shards(layer: Any, tensors: list[Any]) -> list[Any]:
+    """What this tensor-parallel worker has of a layer's matrices [outputs, inputs].
+
+    A row-parallel layer has columns; others have rows of each part. Where there are more workers than key-value heads,
+    `num_kv_head_replicas` neighbours have the same rows of K and V.
+    """
+    if hasattr(layer, "shard_indices"):
+        return [_own_rows(layer, tensor) for tensor in tensors]
+    if getattr(layer, "tp_size", 1) == 1:
+        return tensors
+    inputs = layer.input_size_per_partition
+    if inputs < tensors[0].shape[1]:
+        return [tensor[:, layer.tp_rank * inputs :][:, :inputs] for tensor in tensors]
+    sizes, copies = layer.output_partition_sizes, getattr(layer, "num_kv_head_replicas", 1)
+    ranks = [layer.tp_rank // (copies if place else 1) for place in range(len(sizes))]
+    return [tensor[rank * size :][:size] for tensor, size, rank in zip(tensors, sizes, ranks, strict=True)]
 
 
 @dataclass(kw_only=True)

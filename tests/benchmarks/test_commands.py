@@ -26,7 +26,7 @@ BY_MAKE = {
     "bench-restart": "--repeats 1 --stages collect train",
     "bench-gym": "--rollouts 20 --concurrency 8 --repeats 1 --kinds turns=1",
     "bench-journal": "--rollouts 20 --repeats 1",
-    "bench-train": "--quick",
+    "bench-train": "--quick --kind quickstart",
     "bench-packing": "--repeats 1",
     "bench-mfu": "--tokens 512 --long 1024 --repeats 1",
     "bench-trl": "--repeats 1",
@@ -43,7 +43,7 @@ BY_MAKE = {
     "bench-delta": "--hidden 64 --layers 2 --steps 1 --groups 1",
     "bench-refit": "--refits 3 --callers 2 --hidden 64 --layers 2 --repeats 1 --backend transformers",
     "bench-checkpoint": "--gigabytes 0.2 --shard-mib 64",
-    "bench-plan": "--sizes 1",
+    "bench-plan": "--sizes 1 --settings 1",
 }
 BY_SCRIPT = {
     "hindsight.py": "--seeds 0 --iterations 2",

@@ -52,6 +52,14 @@ def engine() -> Iterator[ProcessEngine]:
         yield ProcessEngine(url)
 
 
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[ProcessEngine]:
+    """An engine whose two workers share each matrix."""
+    shared = CONFIG.model_copy(update={"engine_args": CONFIG.engine_args | {"tensor_parallel_size": 2}})
+    with engine_process(fresh=True, **environment(shared)) as url:
+        yield ProcessEngine(url)
+
+
 def sender(directory: Path, engine: ProcessEngine) -> Sender:
     ids = [replica.replica_id for replica in engine.replicas()]
     return Sender(directory, "gloo", ids, "127.0.0.1", SECONDS, BATCH_BYTES)
@@ -61,11 +69,16 @@ def by(way: TransferSource, directory: Path, **more: Any) -> RefitOptions:
     return RefitOptions(digest_of(directory), way.model_dump(), **more)
 
 
+@pytest.mark.parametrize("fixture", ["engine", "two_workers"])
 def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the_proof(
-    engine: ProcessEngine, tmp_path: Path
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    engine = request.getfixturevalue(fixture)
+    workers = {"two_workers": {"tensor_parallel_size": 2}}.get(fixture, {})
+
     def run_by(way: str) -> Run:
         generation = CONFIG.model_dump(mode="json") | {"engine_url": engine.url, "weight_sync": way}
+        generation["engine_args"] |= workers
         config = {"run_id": "r", "store": str(tmp_path / "store"), "generation": generation}
         return open_run(parse_config({**config, "infra": {"state": str(tmp_path / "state")}}))
 

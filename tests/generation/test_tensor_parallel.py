@@ -1,0 +1,106 @@
+"""The proof of a refit where two workers share each matrix: each proves its own shard, and no other's.
+
+vLLM runs in a process of its own (this module as a script), since its environment must be set before it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roundhouse.config.models import GenerationConfig
+from roundhouse.generation.serve_app import environment
+
+ROOT = Path(__file__).parents[2]
+LAYER = "model.layers.1."
+SPLIT_BY_ROWS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
+SPLIT_BY_COLUMNS = ("self_attn.o_proj", "mlp.down_proj")
+ON_BOTH = ("self_attn.k_proj", "self_attn.v_proj", "input_layernorm")
+"""One key-value head for two workers, and what is not split."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_each_worker_proves_its_own_shard_of_every_kind_of_layer(tmp_path: Path) -> None:
+    """Planted: a checkpoint that differs from the loaded one in the half that the second worker has, tensor by tensor."""
+    config = GenerationConfig(kv_cache_gib=0.125, max_model_len=64, engine_args={"tensor_parallel_size": 2})
+    variables = os.environ | environment(config) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", __spec__.name, config.model_dump_json(), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stale = json.loads(done.stdout.splitlines()[-1])
+    assert stale.pop("nothing") == [False, False]
+    both = {LAYER + name for name in ON_BOTH}
+    assert stale == {name: [name.removesuffix(".weight") in both, True] for name in stale}
+    wanted = {LAYER + name for name in (*SPLIT_BY_ROWS, *SPLIT_BY_COLUMNS, *ON_BOTH)} | {"model.embed_tokens"}
+    assert {name.removesuffix(".weight") for name in stale} == wanted
+
+
+def test_workers_with_the_same_key_value_head_have_the_same_rows_of_it() -> None:
+    import torch
+
+    from roundhouse.generation.vllm_worker import _own_shards
+
+    q, k = torch.arange(8.0).reshape(8, 1), torch.arange(2.0).reshape(2, 1)
+    for rank, (of_q, of_k) in enumerate([([0, 1], 0), ([2, 3], 0), ([4, 5], 1), ([6, 7], 1)]):
+        layer = SimpleNamespace(
+            tp_size=4, tp_rank=rank, input_size_per_partition=1, output_partition_sizes=[2, 1], num_kv_head_replicas=2
+        )
+        own = _own_shards(layer, [q, k])
+        assert [part.flatten().tolist() for part in own] == [of_q, [of_k]]
+
+
+def halved(name: str, tensor: Any) -> Any:
+    """The tensor with the part of the second of two workers changed; all of it where both have the same."""
+    changed, middle = tensor.clone(), [size // 2 for size in tensor.shape]
+    if any(kind in name for kind in ON_BOTH):
+        changed += 1
+    elif any(kind in name for kind in SPLIT_BY_COLUMNS):
+        changed[:, middle[1] :] += 1
+    else:
+        changed[middle[0] :] += 1
+    return changed
+
+
+def main(config: GenerationConfig, work: Path) -> None:
+    """Print by changed tensor which workers say that they do not compute with it."""
+    from safetensors.torch import load_file, save_file
+    from vllm import LLM
+
+    from roundhouse.generation.vllm_engine import engine_arguments
+    from roundhouse.generation.vllm_worker import RefitExtension, StaleWeights, _Checkpoint, probe
+    from tests.generation import tiny
+
+    def holds_other_weights(worker: RefitExtension, directory: str) -> bool:
+        try:
+            probe(worker.model_runner.get_model(), _Checkpoint(Path(directory)))  # type: ignore[attr-defined]
+        except StaleWeights:
+            return True
+        return False
+
+    model = tiny.make_model(work / "model", seed=1)
+    tensors = load_file(model / "model.safetensors")
+    llm = LLM(**engine_arguments(config, str(model)))
+    llm.collective_rpc("roundhouse_load", args=(str(model),))
+    stale = {"nothing": llm.collective_rpc(holds_other_weights, args=(str(model),))}
+    for name in tensors:
+        if (name.startswith(LAYER) and not any(skipped in name for skipped in ("post_", "q_norm", "k_norm"))) or (
+            "embed" in name
+        ):
+            other = work / name
+            other.mkdir()
+            save_file(tensors | {name: halved(name, tensors[name])}, other / "model.safetensors")
+            stale[name] = llm.collective_rpc(holds_other_weights, args=(str(other),))
+    print(json.dumps(stale))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions travel to the workers
+    main(GenerationConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
