@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -38,6 +39,8 @@ PROBED_LAYERS = 2
 """Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
 
 PARENT_WATCH_SECONDS = 1.0
+WORKER_NAME = "VllmWorker"
+"""How vLLM names the processes that its engine process starts."""
 
 GLOO = "gloo"
 """vLLM's name of the weight-transfer engine that this module adds."""
@@ -49,15 +52,20 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 def _end_with_parent() -> None:
     """End this process when the replica that started it has died.
 
-    vLLM's engine process does not notice when its parent is killed, and would hold its memory for ever.
+    vLLM's engine process does not notice when its parent is killed, and would hold its memory for ever. Where it has workers
+    of its own (tensor parallelism), this module is imported in them alone, and they end it too.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    engine = psutil.Process(parent.pid) if multiprocessing.current_process().name.startswith(WORKER_NAME) else None
+    replica = engine.ppid() if engine else None
 
     def watch() -> None:
-        while os.getppid() == parent.pid:
+        while os.getppid() == parent.pid and (engine is None or engine.ppid() == replica):
             time.sleep(PARENT_WATCH_SECONDS)
+        if engine is not None and os.getppid() == parent.pid:
+            engine.kill()
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

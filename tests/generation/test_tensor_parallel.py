@@ -5,6 +5,7 @@ vLLM runs in a process of its own (this module as a script), since its environme
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig
@@ -32,15 +34,24 @@ def test_each_worker_proves_its_own_shard_of_every_kind_of_layer(tmp_path: Path)
     """Planted: a checkpoint that differs from the loaded one in the half that the second worker has, tensor by tensor."""
     config = GenerationConfig(kv_cache_gib=0.125, max_model_len=64, engine_args={"tensor_parallel_size": 2})
     variables = os.environ | environment(config) | {"PYTHONPATH": str(ROOT)}
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # an engine process with workers, as a replica has it
     command = [sys.executable, "-m", __spec__.name, config.model_dump_json(), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    stale = json.loads(done.stdout.splitlines()[-1])
+    replica = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert replica.stdout is not None
+    *_, last = itertools.takewhile(lambda line: line != "ready\n", replica.stdout)
+    stale = json.loads(last)
     assert stale.pop("nothing") == [False, False]
     both = {LAYER + name for name in ON_BOTH}
     assert stale == {name: [name.removesuffix(".weight") in both, True] for name in stale}
     wanted = {LAYER + name for name in (*SPLIT_BY_ROWS, *SPLIT_BY_COLUMNS, *ON_BOTH)} | {"model.embed_tokens"}
     assert {name.removesuffix(".weight") for name in stale} == wanted
+    started = psutil.Process(replica.pid).children(recursive=True)
+    assert len(started) >= 3, "the engine process and its workers"
+    replica.kill()
+    replica.wait()
+    assert not psutil.wait_procs(started, timeout=30)[1], "a killed replica leaves none of its processes"
 
 
 def test_workers_with_the_same_key_value_head_have_the_same_rows_of_it() -> None:
@@ -98,7 +109,8 @@ def main(config: GenerationConfig, work: Path) -> None:
             other.mkdir()
             save_file(tensors | {name: halved(name, tensors[name])}, other / "model.safetensors")
             stale[name] = llm.collective_rpc(holds_other_weights, args=(str(other),))
-    print(json.dumps(stale))
+    print(f"{json.dumps(stale)}\nready", flush=True)
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
