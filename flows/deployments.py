@@ -87,7 +87,7 @@ def planned_moment(given: str | None) -> datetime | None:
 def collect(settings: CollectForm) -> Reference:
     """Collect rollouts of a checkpoint into a dataset of its own, without training. With a schedule: every night, say."""
     config = settings.resolve(_state())
-    with _labelled(f"run:{config.run_id}", f"dataset:{settings.name}"), services_of(config):
+    with _labelled(*_labels(config), f"dataset:{settings.name}"), services_of(config):
         return on_demand.collect.fn(
             config,
             settings.name,
@@ -103,7 +103,7 @@ def collect(settings: CollectForm) -> Reference:
 def evaluate(settings: EvaluateForm) -> Reference:
     """Evaluate a checkpoint of a run on its held-out tasks."""
     config = settings.resolve(_state())
-    with _labelled(f"run:{config.run_id}"), services_of(config):
+    with _labelled(*_labels(config)), services_of(config):
         return on_demand.evaluate.fn(config, settings.version)
 
 
@@ -149,12 +149,16 @@ async def deployments() -> list[RunnerDeployment]:
 
 def _train(config: RunConfig) -> dict[str, Any]:
     config = config.model_copy(update={"resume": ResumeConfig()})
-    with _labelled(f"run:{config.run_id}"), services_of(config):
+    with _labelled(*_labels(config)), services_of(config):
         return training_flow(config).fn(config)
 
 
 def _state() -> str | None:
     return os.environ.get(STATE_VARIABLE)
+
+
+def _labels(config: RunConfig) -> list[str]:
+    return [f"run:{config.run_id}", *(f"{name}:{value}" for name, value in config.tracking.labels.items())]
 
 
 @contextmanager

@@ -99,15 +99,19 @@ WHY = {
 @app.command("cost")
 def runs_cost(
     run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="A run; left out: all of the store.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="LABEL", help="Sum the runs by a label (tracking.labels).")] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
     """What a run used: each token and CPU second by its one cause, and its budget. Without a run, the bill of all of them."""
+    from roundhouse.errors import ConfigError
     from roundhouse.store.run import load_run, run_ids
 
     if run_id is None:
-        bills = {each: run_cost(load_run(store, each)) for each in run_ids(store)}
-        return _show_bills(bills, as_json)
+        runs = [load_run(store, each) for each in run_ids(store)]
+        return _show_bills([(run, run_cost(run)) for run in runs], by, as_json)
+    if by is not None:
+        raise ConfigError(f"--by {by} sums over runs, but {run_id} is one. Leave one of the two out.")
     found = run_cost(load_run(store, run_id))
     if as_json:
         return out_json(found)
@@ -139,22 +143,33 @@ def print_bill(bill: dict[str, dict[str, float]], currency: str) -> None:
         out(f"{model}: {tokens:,.0f} tokens without a price (cost.prices.judges); no money is counted for them")
 
 
-def _show_bills(bills: dict[str, dict[str, Any]], as_json: bool) -> None:
-    """The bills of several runs, and their sum."""
+def _show_bills(bills: Sequence[tuple[Any, dict[str, Any]]], by: str | None, as_json: bool) -> None:
+    """The bills of runs, one by one or summed by a label, and the sum of all."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run, found in bills:
+        name = run.run_id if by is None else run.config.tracking.labels.get(by, f"without {by}")
+        groups.setdefault(name, []).append(found)
+    sums = {name: _sum_of_bills(group) for name, group in groups.items()}
+    total = _sum_of_bills([found for _, found in bills])
+    if as_json:
+        return out_json({"runs" if by is None else by: sums, "total": total})
+    currencies = {found["currency"] for _, found in bills}
+    for name, bill in sums.items():
+        tokens, seconds, money = (sum(bill[part].values()) for part in ("tokens", "cpu_seconds", "money"))
+        priced = f", {money:,.4g} {groups[name][0]['currency']}" if bill["money"] else ""
+        runs = "" if by is None else f" ({len(groups[name])} runs)"
+        out(f"{name}: {tokens:,.0f} tokens, {seconds:,.1f} CPU s{priced}{runs}")
+    return print_bill(total, next(iter(currencies), ""))
+
+
+def _sum_of_bills(costs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Causes added up; without money where it is in several currencies, which have no sum."""
     total: dict[str, dict[str, float]] = {"tokens": {}, "cpu_seconds": {}, "money": {}, "unpriced_judge_tokens": {}}
-    for found in bills.values():
+    for found in costs:
         for part, causes in found["bill"].items():
             for cause, value in causes.items():
                 total[part][cause] = total[part].get(cause, 0.0) + value
-    if as_json:
-        return out_json({"runs": {run_id: found["bill"] for run_id, found in bills.items()}, "total": total})
-    for run_id, found in bills.items():
-        tokens, seconds = (sum(found["bill"][part].values()) for part in ("tokens", "cpu_seconds"))
-        out(f"{run_id}: {tokens:,.0f} tokens, {seconds:,.1f} CPU s")
-    currencies = {found["currency"] for found in bills.values()}
-    if len(currencies) > 1:
-        total["money"] = {}  # amounts in several currencies have no sum
-    return print_bill(total, next(iter(currencies), ""))
+    return total if len({found["currency"] for found in costs}) <= 1 else total | {"money": {}}
 
 
 def _duration(hours: float) -> str:

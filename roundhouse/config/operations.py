@@ -128,6 +128,9 @@ class ResumeConfig(Section):
         return self
 
 
+LabelName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9_-]{0,61}[a-z0-9])?$")]
+LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+"""As Kubernetes allows them."""
 SINKS = ("mlflow", "json_lines")
 """Those that come with Roundhouse."""
 
@@ -143,6 +146,9 @@ class TrackingConfig(Section):
     uri: str | None = None
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
+    labels: dict[LabelName, LabelValue] = Field(default_factory=dict)
+    """Of the run, such as `team: search`: tags of its MLflow run and of its deployments' flow runs, labels of its Jobs and
+    their pods, and what `roundhouse runs cost --by team` sums by."""
     conversations: Annotated[int, Field(ge=0)] = 4
     """Sample conversations logged at each evaluation, as text and as traces."""
     register_as: str | None = "{run_id}"

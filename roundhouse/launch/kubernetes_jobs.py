@@ -137,4 +137,5 @@ class KubernetesLauncher(Launcher):
             stage=dns_label(program.kind, _LABEL_LENGTH),
             digest=program.digest,
             shard=program.label,
+            extra=self._run.config.tracking.labels,
         )

@@ -223,6 +223,9 @@ def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
         tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
         found = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
     mlflow_run_id = found[0].info.run_id
+    for name, value in run.config.tracking.labels.items():
+        if found[0].data.tags.get(name) != value:
+            client.set_tag(mlflow_run_id, name, value)
     if DESCRIBED_TAG not in found[0].data.tags:
         _describe(client, mlflow_run_id, run)
     url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"

@@ -37,7 +37,7 @@ PRESET = {
     "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 2},
     "train": {"minibatches": 1, "threads": 1, "device": "cpu"},
     "evaluation": {"every": 0, "tasks": 2},
-    "tracking": {"enabled": False},
+    "tracking": {"enabled": False, "labels": {"team": "search"}},
 }
 
 

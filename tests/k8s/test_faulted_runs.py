@@ -76,7 +76,9 @@ def play(machine: Machine, stand: Stand, run_id: str) -> Played:
     trainer = {"cpu": "100m", "memory": "64Mi", "scratch": "1Gi", "shared_memory": "16Mi"}
     infra = machine.settings["infra"] | {"kind": "kubernetes", "namespace": stand.namespace, "trainer": trainer}
     train = machine.settings["train"] | {"service": {"kind": "process"}}
-    configuration = machine.configuration(run_id, train=train, infra=infra | {"store_claim": "store"})
+    tracking = {"enabled": False, "labels": {"team": "search"}}
+    infra["store_claim"] = "store"
+    configuration = machine.configuration(run_id, train=train, infra=infra, tracking=tracking)
     began = machine.train(configuration, {"KUBECONFIG": str(stand.kubeconfig)})
     assert isinstance(began, Child)
     try:
@@ -132,6 +134,7 @@ def assert_one_job_a_step(played: Played) -> None:
     steps = [job["metadata"]["labels"]["roundhouse/iteration"] for job in played.jobs]
     assert sorted(steps) == [str(k) for k in range(1, ITERATIONS + 1)]
     for job in played.jobs:
+        assert {each["metadata"]["labels"]["team"] for each in (job, job["spec"]["template"])} == {"search"}
         assert [item["type"] for item in job["status"]["conditions"] if item["status"] == "True"][-1] == "Complete", job
     assert len(played.pods) == ITERATIONS
     assert [step.attempt for step in played.steps()] == [1] * ITERATIONS, "no fault was the stage's to repeat"

@@ -139,6 +139,7 @@ def planted_run(directory: Path, plant: Plant, iterations: int = 8, seed: int = 
     if plant.forked:
         keys |= {
             "train": TRAIN | plant.forked,
+            "tracking": {"enabled": False, "labels": {"team": "search"}},
             "resume": {"mode": "from_path", "path": run.checkpoint(last).location.uri},
         }
         run = open_run(offline_world.make_config(directory, "forked", iterations=iterations, **keys))

@@ -118,6 +118,12 @@ def test_the_command_shows_one_bill_or_that_of_all_runs(counted: tuple[Run, dict
     assert found["runs"].keys() == {"planted", "forked"}
     generated = sum(value for cause, value in found["total"]["tokens"].items() if cause != "branched")
     assert generated == sum(counters.values())
+    by_team = json.loads(CliRunner().invoke(app, ["runs", "cost", "--by", "team", "--json", *store]).stdout)
+    assert by_team["team"] == {"search": found["runs"]["forked"], "without team": found["runs"]["planted"]}
+    assert by_team["total"] == found["total"]
+    refused = CliRunner().invoke(app, ["runs", "cost", run.run_id, "--by", "team", *store])
+    assert refused.exit_code != 0
+    assert "Leave one of the two out" in " ".join(refused.output.split()) + str(refused.exception)
 
 
 def cpu_seconds_of_a_killed_driver(config: Path, stage: str) -> float:

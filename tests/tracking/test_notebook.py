@@ -32,7 +32,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(tmp_path, database: str) -> Run:
-    tracking = {"uri": database, "experiment": tmp_path.name, "system_metrics": False}
+    tracking = {"uri": database, "experiment": tmp_path.name, "system_metrics": False, "labels": {"team": "search"}}
     return open_run(parse_config({"run_id": tmp_path.name, "store": str(tmp_path / "store"), "tracking": tracking}))
 
 
@@ -200,6 +200,7 @@ def test_the_page_of_a_run_says_who_started_what_and_where_to_look_first(run: Ru
     tags = client.get_run(page.mlflow_run_id).data.tags
     assert tags["mlflow.user"] == getpass.getuser()
     assert tags["mlflow.source.name"] == "roundhouse"
+    assert tags["team"] == "search"
     named = re.findall(r"`([a-z_]+/[a-z_]+)`", tags["mlflow.note.content"])
     assert len(named) > 3
     assert [name for name in named if meaning_of(name) is None] == []

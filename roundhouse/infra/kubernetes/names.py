@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 LABEL = "roundhouse/"
 """Prefix of our own labels."""
@@ -28,6 +29,8 @@ class StageIdentity:
     """Of everything that the stage depends on: another digest is another Job."""
     shard: str = ""
     """Which part of the stage, where several Jobs do it."""
+    extra: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The run's own labels (`tracking.labels`), which select nothing."""
 
     def job_name(self, number: int) -> str:
         """Name of the Job for a try.

@@ -138,7 +138,7 @@ class StageJob(ABC):
         )
 
     def _labels(self) -> dict[str, str]:
-        return self.identity.labels() | component_labels(self.container)
+        return dict(self.identity.extra) | self.identity.labels() | component_labels(self.container)
 
     def _restarts(self) -> int:
         """Of a pod, by the Job itself."""

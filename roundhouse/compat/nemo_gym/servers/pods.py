@@ -178,7 +178,7 @@ def plan_pods(run: Run, resolution: Resolution, commands: Sequence[Command], flo
 
     def job(name: str, role: str, port: int, arguments: tuple[str, ...], variables: Mapping[str, str]) -> GymJob:
         return GymJob(
-            StageIdentity(run.run_id, run.uid, 0, "gym", digest, shard=labels[name]),
+            StageIdentity(run.run_id, run.uid, 0, "gym", digest, shard=labels[name], extra=run.config.tracking.labels),
             infra,
             store=Location(run.config.store).uri,
             service_name=services[name],
