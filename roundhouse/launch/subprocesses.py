@@ -7,6 +7,7 @@ Its CPU seconds are the system's (`roundhouse.cpu.ProgramCpu`), however it ends.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -37,6 +38,7 @@ _FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\
 """In torchrun's report."""
 POLL_SECONDS = 0.5
 """How often the process's log is looked at for a sign of life."""
+_TREE_SECONDS = 0.5
 _REAP_SECONDS = 0.05
 ENDING_SECONDS = 5.0
 """Grace period in which a process that was asked to end stores what it has."""
@@ -153,8 +155,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            leader = psutil.Process(process.pid)
-            cpu = ProgramCpu(stage_uri or module, lambda: _seconds_of(_tree(leader)))
+            cpu = ProgramCpu(stage_uri or module, _reader(psutil.Process(process.pid)))
             used, is_lost = 0.0, True
             try:
                 with ACTIVITY.track(module, "process", where=f"pid {process.pid}, log {self.log}"):
@@ -228,6 +229,20 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> float:
     left = max(0.0, deadline - time.monotonic())
     processes.end(lambda: processes.carrying(mark), grace_seconds=left)
     return used
+
+
+def _reader(leader: psutil.Process) -> Callable[[], float]:
+    """CPU seconds of a process and all below it. It is read ten times a second, and who is below it is looked up more rarely,
+    since that goes through all processes of the machine."""
+    found, looked = list[psutil.Process](), -math.inf
+
+    def read() -> float:
+        nonlocal found, looked
+        if (now := time.monotonic()) - looked > _TREE_SECONDS:
+            found, looked = _tree(leader), now
+        return _seconds_of(found)
+
+    return read
 
 
 def _tree(leader: psutil.Process) -> list[psutil.Process]:

@@ -14,6 +14,9 @@ this machine is gone, is over at once.
 Processes that work for a driver (a training step, shards of a collection, as children or Jobs) commit nothing: what they
 write has names of their own, and counts once the driver commits it. So the next driver may take over a Job under way.
 
+Ten times a second a driver also writes what CPU time it has used into a file of this machine's temporary directory. What was
+written there outlives a killed process, without a wait for the store: the next driver here takes it over into the record.
+
 A driver that is stopped exactly between its look and the creation of a manifest still commits that one stage, whole and under
 its old token; the other is handed it, as of any two writers.
 """
@@ -25,6 +28,8 @@ import logging
 import os
 import re
 import socket
+import struct
+import tempfile
 import threading
 import time
 import uuid
@@ -47,6 +52,8 @@ SECONDS = 60.0
 _RENEWALS = 6
 """In that time; all but one may come late."""
 _LOOK_SECONDS = 1.0
+_METER_SECONDS = 0.1
+_METERED = struct.Struct("dd")
 _RECORD = re.compile(r"(\d{6,})\.json")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -72,7 +79,8 @@ class LeaseRecord(BaseModel):
     renewals: int = 0
     cpu_seconds: float = 0.0
     """What the driver's process and its programs on this machine (`roundhouse.cpu`) have used since it claimed the token, at
-    the last renewal: of one that was killed, all but what they used in a sixth of `seconds`."""
+    the last renewal. Of one that was killed, all but the last tenth of a second; where no driver has followed on this machine,
+    all but what they used in a sixth of `seconds`."""
     lost_cpu_seconds: float = 0.0
     """Of these, what programs used that ended without a result."""
     released: bool = False
@@ -133,6 +141,7 @@ class Lease:
         self._place = run / DIRECTORY
         self._record = record
         self._began_cpu = _used()
+        self._meter = _Meter(record)
         self._error: LeaseLost | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease {record.token}", daemon=True)
@@ -172,6 +181,7 @@ class Lease:
         with contextlib.suppress(LeaseLost):
             self.check()
             _write(self._place, self._record.model_copy(update={"released": True, **self._used()}))
+        self._meter.remove()
 
     def _used(self) -> dict[str, float]:
         """Fields of the record."""
@@ -179,7 +189,12 @@ class Lease:
         return {name: round(now - before, 3) for name, now, before in found}
 
     def _keep(self) -> None:
-        while not self._ended.wait(self._record.seconds / _RENEWALS):
+        renewed = time.monotonic()
+        while not self._ended.wait(_METER_SECONDS):
+            self._meter.write(self._used())
+            if time.monotonic() - renewed < self._record.seconds / _RENEWALS:
+                continue
+            renewed = time.monotonic()
             try:
                 self.renew()
             except LeaseLost as error:
@@ -187,6 +202,43 @@ class Lease:
                 return
             except StoreError as error:
                 logger.warning("The lease of %s is not renewed, the next try follows: %s", self.fence.run, error)
+
+
+class _Meter:
+    """CPU seconds of a driver, in a file that its nonce names: memory of the system's, which a killed process leaves."""
+
+    def __init__(self, record: LeaseRecord) -> None:
+        self._path = Path(tempfile.gettempdir()) / f"roundhouse-driver-{record.nonce}"
+
+    def write(self, used: dict[str, float]) -> None:
+        """Replace what was written; a full disk, say, is no reason for a driver to stop."""
+        with contextlib.suppress(OSError):
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                os.pwrite(file, _METERED.pack(used["cpu_seconds"], used["lost_cpu_seconds"]), 0)
+            finally:
+                os.close(file)
+
+    def read(self) -> dict[str, float]:
+        """Fields of the record; none where nothing was written."""
+        try:
+            if self._path.lstat().st_uid != os.getuid():
+                return {}
+            cpu_seconds, lost = _METERED.unpack(self._path.read_bytes())
+        except (OSError, struct.error):
+            return {}
+        return {"cpu_seconds": cpu_seconds, "lost_cpu_seconds": lost}
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _metered(record: LeaseRecord) -> LeaseRecord:
+    """The record of a driver of this machine that was killed, with all that its meter has."""
+    if record.released or not record.is_over:
+        return record
+    found = _Meter(record).read()
+    return record.model_copy(update={name: max(value, getattr(record, name)) for name, value in found.items()})
 
 
 class LeaseWatch:
@@ -234,7 +286,7 @@ def all_drivers(run: Location) -> list[LeaseRecord]:
     """The records of all drivers that the run has had, the first one first."""
     newest = _newest(run / DIRECTORY)
     tokens = range(1, 1 + (0 if newest is None else newest.token))
-    return [record for token in tokens if (record := _read(run / DIRECTORY, token)) is not None]
+    return [_metered(record) for token in tokens if (record := _read(run / DIRECTORY, token)) is not None]
 
 
 def fence_of(run: Location) -> Fence | None:
@@ -329,6 +381,11 @@ def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease
         place.create(_name(record.token), record.model_dump_json().encode())
     except AlreadyExists:
         return None, None
+    if (
+        newest is not None and (settled := _metered(newest)) != newest
+    ):  # this driver is the only one now that may write it
+        _write(place, settled)
+        _Meter(newest).remove()
     return Lease(run, record), None
 
 

@@ -103,10 +103,9 @@ MODULES: dict[Target, str] = {
 """In the command line of each; torchrun's, which starts the ranks, has theirs."""
 SPAN_SECONDS = 3.0
 """A kill comes so long after its target began, at most."""
-LEASE_SECONDS = 1.0
-UNRECORDED_SECONDS = 0.7
-"""CPU that a killed driver and its programs use at most after the last renewal: of two cores in a sixth of the lease, and the
-end of the programs, whose parent has gone."""
+UNRECORDED_SECONDS = 0.5
+"""CPU that a killed driver and its programs use at most after what was written last: of two cores in a tenth of a second, and
+the end of the programs, whose parent has gone."""
 
 
 @dataclass(slots=True)
@@ -138,8 +137,7 @@ def driven(config: Path, targets: Sequence[Target], seed: int) -> Killed:
 def _counted(config: Path, found: Killed) -> Iterator[subprocess.Popen[str]]:
     """A driver under a reaper; what it used is added at the end of the block, when nothing of it runs any more."""
     command = [sys.executable, "-m", "tests.replay.reaper", sys.executable, "-m", MODULES["driver"], str(config)]
-    environment = os.environ | {"ROUNDHOUSE_STORE_LEASE_SECONDS": str(LEASE_SECONDS)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as reaper:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reaper:
         assert reaper.stdout is not None
         before = float(reaper.stdout.readline())
         yield reaper
