@@ -1,9 +1,11 @@
-"""The screenshots of docs/viewer.md, from a run.
+"""The screenshots of docs/viewer.md, from a run; with --story those of docs/replay.md, from a store in which its commands ran.
 
     python tools/viewer_screenshots.py --store .roundhouse/store --run quickstart [--iteration 3] [--to docs/images]
+    python tools/viewer_screenshots.py --store STORE --run bug --story --iteration 4
 
-Starts a viewer over the store, opens it in chromium, and writes three pictures: a rollout beside the table, its tokens by
-log-probability, and the run's first evaluation compared with its last. Pictures are reduced to 96 colours to stay small.
+Starts a viewer over the store, opens it in chromium, and writes pictures: a rollout beside the table, its tokens by
+log-probability, and the run's first evaluation compared with its last; of the story, the verdicts before and after, and the
+replay. Pictures are reduced to 96 colours to stay small.
 """
 
 from __future__ import annotations
@@ -48,6 +50,17 @@ def pictures(address: str, run: str, iteration: int | None) -> dict[str, tuple[s
     return found
 
 
+def story_pictures(address: str, run: str, iteration: int) -> dict[str, tuple[str, str]]:
+    """The recorded rewards beside those of the mended verifier, and what they would have taught."""
+    sides = {"run": run, "iteration": iteration, "stage": "collect", "view": "compare"}
+    sides |= {"b_run": "datasets/mended", "b_iteration": iteration, "b_stage": "collect"}
+    compared = httpx.get(f"{address}api/compare", params=sides, timeout=60).json()["tasks"]
+    return {
+        "replay-verdicts": ("light", urlencode({**sides, "task": compared[0]["task"]})),
+        "replay-taught": ("light", urlencode({"run": run, "iteration": iteration, "view": "replays"})),
+    }
+
+
 def shoot(address: str, wanted: dict[str, tuple[str, str]], directory: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -73,6 +86,7 @@ def main() -> None:
     parser.add_argument("--store", default=".roundhouse/store")
     parser.add_argument("--run", required=True)
     parser.add_argument("--iteration", type=int)
+    parser.add_argument("--story", action="store_true")
     parser.add_argument("--to", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
     command = [str(Path(sys.executable).with_name("roundhouse")), "view", "--store", arguments.store]
@@ -80,7 +94,8 @@ def main() -> None:
     assert process.stdout is not None
     try:
         address = process.stdout.readline().split()[0]
-        shoot(address, pictures(address, arguments.run, arguments.iteration), arguments.to)
+        story = story_pictures(address, arguments.run, arguments.iteration or 1) if arguments.story else None
+        shoot(address, story or pictures(address, arguments.run, arguments.iteration), arguments.to)
     finally:
         process.terminate()
         process.wait(10)
