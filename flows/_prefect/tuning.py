@@ -31,7 +31,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from roundhouse.config.models import RunConfig
-from roundhouse.fast_imports import gc_paused, hide_packages
+from roundhouse.imports import gc_paused, hide_packages
 
 with hide_packages("pandas"), gc_paused():
     import prefect.cache_policies

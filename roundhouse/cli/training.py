@@ -151,7 +151,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     from rich.markup import escape
 
     from roundhouse.console import RunView, print_summary
-    from roundhouse.fast_imports import gc_paused
+    from roundhouse.imports import gc_paused
     from roundhouse.stages.report import reaches_target
     from roundhouse.store.lease import driving
     from roundhouse.store.run import open_run

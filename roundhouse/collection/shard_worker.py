@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roundhouse.fast_imports import gc_paused
+from roundhouse.imports import gc_paused
 
 with gc_paused():
     from roundhouse.activity import ACTIVITY

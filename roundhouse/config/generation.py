@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from roundhouse.config.secrets import Parameters, VariableName
 from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, Target, is_recorded
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig

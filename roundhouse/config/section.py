@@ -22,7 +22,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$")]
-"""A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.import_string`)."""
+"""A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.imports`)."""
 
 
 LAUNCHERS = {

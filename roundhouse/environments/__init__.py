@@ -46,7 +46,7 @@ from roundhouse.environments.sandboxed import SandboxedEnvironment
 from roundhouse.environments.search import GuessNumber
 from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 
 __all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
 

@@ -28,7 +28,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import stop_token_ids
 from roundhouse.generation.protocol import Draw, Generated
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.weight_sync.cache import node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.generation import IN_TRAINER, InflightRequests
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.errors import ConfigError
-from roundhouse.fast_imports import lean_transformers
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.interface import ListGeneration, TokenizedGeneration
 from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, WeightsRefused
@@ -31,6 +30,7 @@ from roundhouse.generation.transformers_engine import (
     generate_batch,
     key_value_bytes,
 )
+from roundhouse.imports import lean_transformers
 from roundhouse.store.manifest import WEIGHTS_DIGEST
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.service.verbs import TrainService

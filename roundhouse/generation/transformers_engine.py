@@ -26,11 +26,11 @@ import orjson
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.cpu import parameters_of, threads_for
-from roundhouse.fast_imports import gc_paused, lean_transformers
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import token_list
 from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, GenerationAborted
 from roundhouse.http.asgi import Receive, Send, read_body, reply_error, reply_json
+from roundhouse.imports import gc_paused, lean_transformers
 from roundhouse.weight_sync.tensor_files import iterate
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel
 
 from roundhouse.config.section import LAUNCHERS
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import ERROR, REPORT, SPEC

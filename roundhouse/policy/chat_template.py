@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.imports import lean_transformers
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE
 
 TEMPLATE = "chat_template.jinja"

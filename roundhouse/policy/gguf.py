@@ -8,7 +8,7 @@ and is used only while every file in it has the digest that was written down.
 
 transformers reads the file, but refuses to save what it read (`GgufConfig` counts as a quantisation), so the state goes into a
 fresh model of the same configuration. This is done in a process of its own (`python -m roundhouse.policy.gguf FILE DIRECTORY`):
-it needs packages that a process with a trainer may have excluded (`roundhouse.fast_imports`), and its
+it needs packages that a process with a trainer may have excluded (`roundhouse.imports`), and its
 memory, twice the model, is given back at its end.
 
 The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.chat_template`).

@@ -43,7 +43,7 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import without_demonstrations
 from roundhouse.environments.base import TaskSource
 from roundhouse.errors import StoreError
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.imports import lean_transformers
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
 from roundhouse.store.location import file_digests

@@ -39,7 +39,7 @@ from functools import lru_cache
 from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs, SuccessBand
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, skip_of
 from roundhouse.store.stage import StageKind, read_table

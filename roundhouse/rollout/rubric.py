@@ -45,7 +45,7 @@ from roundhouse.environments.base import Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.client import JSON_HEADERS
 from roundhouse.generation.protocol import EngineRejected
-from roundhouse.import_string import load_function
+from roundhouse.imports import load_function
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.collector import retry_delay
 from roundhouse.rollout.protocol import (

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from roundhouse.config.secrets import masked_text
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.stages.report import iteration_manifests, iteration_metrics, stage_seconds
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind

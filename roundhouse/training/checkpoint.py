@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.imports import lean_transformers
 
 with lean_transformers():
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel

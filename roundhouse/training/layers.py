@@ -47,7 +47,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.imports import lean_transformers
 from roundhouse.training.context_parallel import Context
 from roundhouse.training.packing import Span
 from roundhouse.training.parallel import Ranks, gathered, sharded_like

@@ -38,7 +38,7 @@ import torch
 
 from roundhouse.config.algorithms import Aggregation
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_function
+from roundhouse.imports import load_function
 from roundhouse.training.algorithms import LossSettings
 from roundhouse.training.metrics import METRICS, Denominator
 from roundhouse.trajectories.schemas import FEWEST_TOKENS

@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
-from roundhouse.fast_imports import lean_transformers
+from roundhouse.imports import lean_transformers
 from roundhouse.training.context_parallel import Context, refuse_unfit_heads
 from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import (

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundhouse.fast_imports import gc_paused
+from roundhouse.imports import gc_paused
 
 with gc_paused():
     import numpy as np

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.store.manifest import WEIGHTS_DIGEST
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flows.iteration import iteration
 from flows.on_demand import collect, evaluate
 from flows.train import train, train_offline
 from roundhouse.config.loading import load_config
-from roundhouse.fast_imports import gc_paused, hide_packages
+from roundhouse.imports import gc_paused, hide_packages
 
 _TOLD = "import sys, json; print(json.dumps([name for name in %r if name in sys.modules]))"
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "sklearn", "ray", "vllm", "scipy")

@@ -11,7 +11,7 @@ from prefect import flow
 from flows import iteration as flows_iteration
 from flows.iteration import Source, iteration
 from roundhouse.config.loading import parse_config
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.report import iteration_manifests, iteration_metrics, iteration_page
 from roundhouse.store.manifest import Reference

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from roundhouse.cli import app
 from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import tracker as tracking

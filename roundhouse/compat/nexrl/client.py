@@ -42,7 +42,7 @@ from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Restoration, Split, TaskList, TaskRow, Verdict, task_row
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.import_string import add_import_path, load_class
+from roundhouse.imports import add_import_path, load_class
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.plan import epoch_order
 from roundhouse.rollout.protocol import BadTaskRow, ClosedOnExit

@@ -44,7 +44,7 @@ from roundhouse.compat.nexrl.base import (
 from roundhouse.compat.nexrl.built_in import Span
 from roundhouse.environments.base import invalid_arguments, raised
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.import_string import add_import_path, find_file, load_function
+from roundhouse.imports import add_import_path, find_file, load_function
 from roundhouse.rollout.protocol import call_function
 from roundhouse.rollout.responses import tool_message
 

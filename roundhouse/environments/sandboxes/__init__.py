@@ -38,7 +38,7 @@ from roundhouse.config.sandboxes import (
 )
 from roundhouse.config.secrets import resolved
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 
 WORK = "/sandbox"
 """The working directory of every command."""

@@ -298,7 +298,7 @@ def batch(config: RunConfig) -> list[Finding]:
 
 def shape_of(config: RunConfig) -> PreTrainedConfig | None:
     """The policy's config.json; None where there is none yet."""
-    from roundhouse.fast_imports import lean_transformers
+    from roundhouse.imports import lean_transformers
 
     with lean_transformers():
         from transformers import AutoConfig

@@ -38,7 +38,7 @@ from roundhouse.config.algorithms import (
     TokenLoss,
 )
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS, Denominator
 

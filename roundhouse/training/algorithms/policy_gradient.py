@@ -47,7 +47,7 @@ import numpy as np
 
 from roundhouse.config.algorithms import AdaptiveKL, OverlongShaping, PolicyGradient, RewardShaping, Scaling, TokenLoss
 from roundhouse.errors import DataError
-from roundhouse.import_string import load_function
+from roundhouse.imports import load_function
 from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.loss import KL_INPUT_CLAMP, KL_OUTPUT_CLAMP

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from roundhouse.fast_imports import gc_paused
+from roundhouse.imports import gc_paused
 
 with gc_paused():
     import numpy as np

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from roundhouse.fast_imports import gc_paused
+from roundhouse.imports import gc_paused
 
 with gc_paused():
     import uvicorn

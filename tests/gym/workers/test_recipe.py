@@ -14,7 +14,7 @@ from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.loading import load_config
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.fast_imports import gc_paused
+from roundhouse.imports import gc_paused
 
 with gc_paused():
     from omegaconf import DictConfig, OmegaConf

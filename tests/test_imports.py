@@ -9,7 +9,7 @@ import pytest
 from roundhouse.compat.nexrl import Evaluator, SimpleRolloutWorker
 from roundhouse.environments.base import Environment, GymnasiumEnvironment
 from roundhouse.errors import ConfigError
-from roundhouse.import_string import load_class
+from roundhouse.imports import load_class
 
 
 @pytest.mark.parametrize(
