@@ -1,7 +1,7 @@
 """The weight-sync controller: which rollout may begin, which step trains on what, which replica gets which version.
 
 Invariants, in every mode and whatever fails:
-* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.bound`);
+* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.pool`);
 * each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
   on record as skipped;
 * an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
@@ -14,19 +14,284 @@ nothing, so asking twice is harmless and a decision that a crash swallowed is si
     transfer(replica)  ──> Transfer | None         validation() ──> Validate | None
 
 One model's controller; a run with several models has one each.
+
+Events are what happens to a run, as facts that a journal can keep: in order they are everything that the controller's state
+is made of; a decision is never one. An event that reports a fact (a rollout finished, a version was made) is recorded after
+the fact is in the store.
+
+A rollout is named by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
+(k - 1) * groups ... k * groups - 1, with as many times more for each if it may draw several rounds. Attempts count from 1, so
+that the late word of one that was given up is known as such.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import singledispatchmethod
+from typing import Any, NamedTuple
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import Key, StalenessBound
-from roundhouse.collection.events import Block, Continue, Decision, Event, Hold, Train, Transfer, Validate
-from roundhouse.collection.pool import GroupPool
+from roundhouse.collection.pool import GroupPool, Key, StalenessBound
 from roundhouse.errors import DataError
+
+
+class RolloutStarted(NamedTuple):
+    """A replica's slot was given this rollout."""
+
+    position: int
+    sample: int
+    attempt: int
+    replica: str
+
+
+class RolloutFinished(NamedTuple):
+    """It completed, was truncated or masked: its outcome is final."""
+
+    position: int
+    sample: int
+    attempt: int
+
+
+class RolloutFailed(NamedTuple):
+    """It did not. `final`: no further attempt; it is on record as failed and counts as its group's outcome."""
+
+    position: int
+    sample: int
+    attempt: int
+    reason: str
+    final: bool = False
+
+
+class RolloutEvicted(NamedTuple):
+    """A finished or running rollout was taken out of the pool and is to be rolled out again."""
+
+    position: int
+    sample: int
+    reason: str
+
+
+class RoundStarted(NamedTuple):
+    """An iteration draws a further round (2, 3, …): of the groups of those before too few have spread.
+
+    `finished`: (position, sample, oldest version) of its rollouts that are in the store, from an earlier time that it began.
+    """
+
+    iteration: int
+    number: int
+    finished: tuple[tuple[int, int, int], ...] = ()
+
+
+class RoundsEnded(NamedTuple):
+    """An iteration that may draw several rounds draws no further one: enough groups have spread, or this was the last."""
+
+    iteration: int
+    rounds: int
+
+
+class TrainingStarted(NamedTuple):
+    """Validation and training of an iteration began, on exactly these groups."""
+
+    iteration: int
+    groups: tuple[int, ...]
+
+
+class TrainingFinished(NamedTuple):
+    """The iteration's version is in the store."""
+
+    iteration: int
+
+
+class TrainingFailed(NamedTuple):
+    """It made no version; the same groups are trained on again."""
+
+    iteration: int
+    reason: str
+
+
+class IterationSkipped(NamedTuple):
+    """The iteration's version is in the store and is the one before; its groups are never trained on."""
+
+    iteration: int
+    reason: str
+
+
+class TransferStarted(NamedTuple):
+    """A replica is being given a version."""
+
+    replica: str
+    version: int
+
+
+class TransferFinished(NamedTuple):
+    """The replica has proved that it holds this version whole."""
+
+    replica: str
+    version: int
+
+
+class TransferFailed(NamedTuple):
+    """The replica holds nothing that can be trusted: out of service until a transfer succeeds."""
+
+    replica: str
+    reason: str
+
+
+class ReplicaJoined(NamedTuple):
+    """A replica is there; with a version, if it already serves one."""
+
+    replica: str
+    version: int | None = None
+
+
+class ReplicaLost(NamedTuple):
+    """A replica is gone, and what ran on it."""
+
+    replica: str
+    reason: str
+
+
+class ValidationStarted(NamedTuple):
+    """The held-out evaluation of a version began."""
+
+    version: int
+
+
+class ValidationEnded(NamedTuple):
+    """It ended, with a result or without."""
+
+    version: int
+
+
+class Restarted(NamedTuple):
+    """The process that held the rollouts in memory died and is back.
+
+    `version`: the newest complete checkpoint. `finished`: (position, sample, oldest version) of rollouts in the store that no
+    event told of. `replicas`: (name, version or None) of the replicas that are there now. `failed`: (position, sample) of
+    rollouts that are on record as failed for good.
+    """
+
+    version: int
+    finished: tuple[tuple[int, int, int], ...] = ()
+    replicas: tuple[tuple[str, int | None], ...] = ()
+    failed: tuple[tuple[int, int], ...] = ()
+
+
+Event = (
+    RolloutStarted
+    | RolloutFinished
+    | RolloutFailed
+    | RolloutEvicted
+    | RoundStarted
+    | RoundsEnded
+    | TrainingStarted
+    | TrainingFinished
+    | TrainingFailed
+    | IterationSkipped
+    | TransferStarted
+    | TransferFinished
+    | TransferFailed
+    | ReplicaJoined
+    | ReplicaLost
+    | ValidationStarted
+    | ValidationEnded
+    | Restarted
+)
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__args__}
+
+
+def event_to_json(event: Event) -> str:
+    """One line of a journal."""
+    return json.dumps({"event": type(event).__name__, **event._asdict()}, separators=(",", ":"))
+
+
+def event_from_json(line: str) -> Event:
+    """The event of a journal's line.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        fields = json.loads(line)
+        kind = _KINDS[fields.pop("event")]
+        return kind(**{name: _frozen(value) for name, value in fields.items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{line[:200]!r} is no event of a journal: {error!r}. Cut the journal before this line."
+        ) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+class Hold(StrEnum):
+    """Why a slot gets no rollout now."""
+
+    WEIGHTS = "weights"
+    """What is next would be too old on this replica; newer weights are on their way."""
+    TRANSFER = "transfer"
+    """The replica's weights are being exchanged."""
+    BARRIER = "barrier"
+    """staleness 0: other replicas have not got the weights yet."""
+    VALIDATION = "validation"
+    """staleness 0: a held-out evaluation uses the engine."""
+    OUT_OF_SERVICE = "out of service"
+    """The replica holds no whole version."""
+    TRAINING = "training"
+    """Everything within the bound has begun, on the newest weights: only a training step opens more."""
+    PLAN_ENDED = "plan ended"
+    """Every rollout of the plan has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Begin this attempt at a rollout; its first tokens will be those of `version`."""
+
+    position: int
+    sample: int
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Begin nothing now."""
+
+    reason: Hold
+
+    @property
+    def for_weights(self) -> bool:
+        """Whether the slot waits for weights or an evaluation, rather than for work."""
+        return self.reason not in (Hold.TRAINING, Hold.PLAN_ENDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Train this iteration on exactly these groups, in this order."""
+
+    iteration: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Give this replica this version."""
+
+    replica: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validate:
+    """Every replica holds this version: evaluate it. No transfer begins before it ends."""
+
+    version: int
+
+
+Decision = Continue | Block | Train | Transfer | Validate
 
 
 @dataclass(slots=True)
@@ -140,7 +405,7 @@ class Controller:
         raise TypeError(f"{event!r} is not an event of the controller.")
 
     @apply.register
-    def _(self, event: happened.RolloutStarted) -> None:
+    def _(self, event: RolloutStarted) -> None:
         answer = self.admission(event.replica)
         if not isinstance(answer, Continue):
             raise DataError(
@@ -151,24 +416,24 @@ class Controller:
         self.replicas[event.replica].running.add(key)
 
     @apply.register
-    def _(self, event: happened.RolloutFinished) -> None:
+    def _(self, event: RolloutFinished) -> None:
         key = (event.position, event.sample)
         self._left(key, self.pool.finish(key, event.attempt).replica)
 
     @apply.register
-    def _(self, event: happened.RolloutFailed) -> None:
+    def _(self, event: RolloutFailed) -> None:
         key = (event.position, event.sample)
         self._left(key, self.pool.fail(key, event.attempt, event.final).replica)
 
     @apply.register
-    def _(self, event: happened.RolloutEvicted) -> None:
+    def _(self, event: RolloutEvicted) -> None:
         if self.batch is not None and event.position in self.batch:
             raise DataError(f"Rollout {event.position}/{event.sample} is being trained on and cannot be evicted.")
         for key, running in self.pool.evict((event.position, event.sample)).items():
             self._left(key, running.replica)
 
     @apply.register
-    def _(self, event: happened.RoundStarted) -> None:
+    def _(self, event: RoundStarted) -> None:
         for position, sample, version in event.finished:
             own = self.terms.round_positions(event.iteration, event.number)
             if position not in own or not self.terms.may_begin(position, version):
@@ -181,40 +446,40 @@ class Controller:
             self.pool.adopt((position, sample), version)
 
     @apply.register
-    def _(self, event: happened.RoundsEnded) -> None:
+    def _(self, event: RoundsEnded) -> None:
         self.pool.end_rounds(event.iteration, event.rounds)
 
     @apply.register
-    def _(self, event: happened.TrainingStarted) -> None:
+    def _(self, event: TrainingStarted) -> None:
         if self.training() != Train(event.iteration, event.groups):
             raise DataError(f"Training of iteration {event.iteration} on {event.groups} was not decided on.")
         self.batch, self.in_training = event.groups, True
 
     @apply.register
-    def _(self, event: happened.TrainingFinished) -> None:
+    def _(self, event: TrainingFinished) -> None:
         self._check_training(event.iteration)
         self._trained()
 
     @apply.register
-    def _(self, event: happened.TrainingFailed) -> None:
+    def _(self, event: TrainingFailed) -> None:
         self._check_training(event.iteration)
         self.in_training = False
 
     @apply.register
-    def _(self, event: happened.TransferStarted) -> None:
+    def _(self, event: TransferStarted) -> None:
         if self.transfer(event.replica) != Transfer(event.replica, event.version):
             raise DataError(f"The transfer of version {event.version} to {event.replica} was not decided on.")
         self.replicas[event.replica].incoming = event.version
 
     @apply.register
-    def _(self, event: happened.TransferFinished) -> None:
+    def _(self, event: TransferFinished) -> None:
         place = self._replica(event.replica)
         if place.incoming != event.version:
             raise DataError(f"{event.replica} was not being given version {event.version}.")
         place.version, place.incoming = event.version, None
 
     @apply.register
-    def _(self, event: happened.TransferFailed) -> None:
+    def _(self, event: TransferFailed) -> None:
         place = self._replica(event.replica)
         if place.incoming is None:
             raise DataError(f"{event.replica} was being given no version.")
@@ -222,30 +487,30 @@ class Controller:
         self._abandon(place)
 
     @apply.register
-    def _(self, event: happened.ReplicaJoined) -> None:
+    def _(self, event: ReplicaJoined) -> None:
         if event.replica in self.replicas:
             raise DataError(f"{event.replica} is there already; tell of its loss first.")
         self.replicas[event.replica] = self._joining(event.version)
 
     @apply.register
-    def _(self, event: happened.ReplicaLost) -> None:
+    def _(self, event: ReplicaLost) -> None:
         self._abandon(self._replica(event.replica))
         del self.replicas[event.replica]
 
     @apply.register
-    def _(self, event: happened.ValidationStarted) -> None:
+    def _(self, event: ValidationStarted) -> None:
         if self.validation() != Validate(event.version):
             raise DataError(f"The evaluation of version {event.version} was not decided on.")
         self.evaluating = event.version
 
     @apply.register
-    def _(self, event: happened.ValidationEnded) -> None:
+    def _(self, event: ValidationEnded) -> None:
         if self.evaluating != event.version:
             raise DataError(f"Version {event.version} was not being evaluated.")
         self.evaluated, self.evaluating = event.version, None
 
     @apply.register
-    def _(self, event: happened.IterationSkipped) -> None:
+    def _(self, event: IterationSkipped) -> None:
         if event.iteration != self.version + 1 or self.finished:
             raise DataError(f"Iteration {event.iteration} was not next; the newest version is {self.version}.")
         positions = self.batch if self.batch and self.terms.chooses else self.pool.oldest()
@@ -255,7 +520,7 @@ class Controller:
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
     @apply.register
-    def _(self, event: happened.Restarted) -> None:
+    def _(self, event: Restarted) -> None:
         if event.version not in (self.version, self.version + 1) or (event.version > self.version and not self.batch):
             raise DataError(
                 f"The newest checkpoint is of version {event.version}, the controller's state of {self.version}"

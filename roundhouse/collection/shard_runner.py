@@ -25,12 +25,20 @@ from typing import Any
 
 from roundhouse.activity import ACTIVITY, Interrupted
 from roundhouse.collection import collector
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import Key
+from roundhouse.collection import controller as happened
 from roundhouse.collection.collector import by_id
-from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
-from roundhouse.collection.events import Block, Continue
-from roundhouse.collection.runner import LOOK_SECONDS, Progress, RolloutRunner, window_of
+from roundhouse.collection.controller import Block, Continue
+from roundhouse.collection.pool import Key
+from roundhouse.collection.runner import (
+    ENGINE,
+    LOOK_SECONDS,
+    Dispatch,
+    Progress,
+    RolloutRunner,
+    finished_rollouts,
+    forget,
+    window_of,
+)
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, shares, split
 from roundhouse.config.rollout import Shards

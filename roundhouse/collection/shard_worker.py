@@ -25,8 +25,8 @@ with gc_paused():
     from roundhouse.activity import ACTIVITY
     from roundhouse.activity import logger as announcements
     from roundhouse.collection.collector import Parts
+    from roundhouse.collection.in_process_runner import Collector
     from roundhouse.collection.shards import ShardReport, ShardSpec
-    from roundhouse.collection.single_version import Collector
     from roundhouse.errors import EXIT_CODES, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.store.location import Location

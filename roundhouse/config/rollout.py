@@ -357,7 +357,7 @@ class Asynchrony(Section):
         return self
 
     def passed_over(self, groups: int) -> int:
-        """How many steps of so many groups can pass over a group, at most; the proof is in `collection.bound`."""
+        """How many steps of so many groups can pass over a group, at most; the proof is in `collection.pool`."""
         return -(-(self.window - 1) // groups)
 
     def start_lag(self, groups: int) -> int:

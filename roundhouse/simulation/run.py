@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from roundhouse.collection import events as happened
-from roundhouse.collection.bound import Key, StalenessBound
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.events import Continue, Event
+from roundhouse.collection import controller as happened
+from roundhouse.collection.controller import Continue, Controller, Event
+from roundhouse.collection.pool import Key, StalenessBound
 from roundhouse.config.simulation import (
     Constant,
     Distribution,

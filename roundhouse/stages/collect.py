@@ -17,7 +17,7 @@ from roundhouse.collection.collector import (
     metrics_by_environment,
     refuse_many_failures,
 )
-from roundhouse.collection.single_version import open_collector
+from roundhouse.collection.in_process_runner import open_collector
 from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError

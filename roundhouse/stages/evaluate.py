@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundhouse.collection.collector import deviation, mean, refuse_many_failures, rollout_metrics
-from roundhouse.collection.single_version import open_collector
+from roundhouse.collection.in_process_runner import open_collector
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import evaluation_sampling, with_set

@@ -20,9 +20,8 @@ from typing import Any
 from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan, generated_in
 from roundhouse.collection.collector import Collected, metrics_by_environment, refuse_many_failures, written_rollouts
-from roundhouse.collection.dispatch import oldest_version
-from roundhouse.collection.runner import OpenIteration, Progress, RolloutRunner
-from roundhouse.collection.single_version import begin_attempt
+from roundhouse.collection.in_process_runner import begin_attempt
+from roundhouse.collection.runner import OpenIteration, Progress, RolloutRunner, oldest_version
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import StoreError
 from roundhouse.launch.base import Stopped

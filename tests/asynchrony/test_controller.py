@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import restore, snapshot, state_from_json
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller, replay
-from roundhouse.collection.events import (
+from roundhouse.collection.controller import (
     Block,
     Continue,
+    Controller,
     Hold,
     Train,
     Transfer,
     event_from_json,
     event_to_json,
+    replay,
 )
+from roundhouse.collection.pool import StalenessBound
 from roundhouse.config.rollout import Asynchrony
 from roundhouse.errors import ConfigError, DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from roundhouse.collection.asynchronous.controller_journal import snapshot
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.events import Transfer
-from roundhouse.collection.pool import GroupPool
+from roundhouse.collection.controller import Controller, Transfer
+from roundhouse.collection.pool import GroupPool, StalenessBound
 from roundhouse.errors import DataError
 from tests.asynchrony.world import check, copy, crashes, faults, forward, lost_and_found, terms
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous import controller_journal as journal_module
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal, snapshot
 from roundhouse.collection.controller import Controller

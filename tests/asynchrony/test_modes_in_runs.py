@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan, bound_of
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.events import Block
+from roundhouse.collection.controller import Block, Controller
+from roundhouse.collection.runner import ENGINE
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.run import Run, open_run, skip_of

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.overlap import Overlap
-from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.runner import ENGINE
 from roundhouse.errors import TooFewRollouts
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.run import Run

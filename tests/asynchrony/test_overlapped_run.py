@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.errors import EXIT_CODES, InfraError

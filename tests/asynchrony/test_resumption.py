@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import PLACE, ControllerJournal, resume
 from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
-from roundhouse.collection.bound import Key
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.pool import Key
+from roundhouse.collection.runner import ENGINE
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.stages.checkpoint import skip_iteration

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection import sharded_attempt
 from roundhouse.collection.asynchronous.controller_journal import PLACE, ControllerJournal, resume
 from roundhouse.collection.asynchronous.plan import Plan, bound_of
 from roundhouse.collection.controller import Controller
-from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.runner import ENGINE
 from roundhouse.collection.shard_runner import ShardRunner
 from roundhouse.collection.shard_worker import carry_out
 from roundhouse.collection.sharded_attempt import ShardedAttempt

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import PLACE, ControllerJournal
 from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.collector import written_rollouts
-from roundhouse.collection.dispatch import ENGINE
+from roundhouse.collection.runner import ENGINE
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import TooFewRollouts, TooFewSequences
 from roundhouse.stages.collect import collect_iteration, read_rollouts

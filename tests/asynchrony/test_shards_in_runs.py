@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan, bound_of
 from roundhouse.collection.controller import Controller

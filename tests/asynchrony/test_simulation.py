@@ -6,8 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from roundhouse.cli.training import app
-from roundhouse.collection.controller import replay
-from roundhouse.collection.events import TrainingStarted
+from roundhouse.collection.controller import TrainingStarted, replay
 from roundhouse.config.simulation import EngineScenario, Scenario, parse_scenario
 from roundhouse.errors import ConfigError
 from roundhouse.simulation.comparison import compare, makespan, variants

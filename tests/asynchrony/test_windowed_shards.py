@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.overlap import StepBatch
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.collector import written_rollouts

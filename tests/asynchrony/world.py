@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import restore, snapshot
-from roundhouse.collection.bound import StalenessBound
-from roundhouse.collection.controller import Controller
-from roundhouse.collection.events import Block, Continue, Event
+from roundhouse.collection.controller import Block, Continue, Controller, Event
+from roundhouse.collection.pool import StalenessBound
 from roundhouse.config.rollout import Asynchrony
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.stages.collect import read_rollouts

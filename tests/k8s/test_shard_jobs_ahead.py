@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.shards import split
 from roundhouse.config.loading import parse_config
 from roundhouse.store.run import open_run

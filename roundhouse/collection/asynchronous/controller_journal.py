@@ -26,14 +26,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.plan import Plan, bound_of, generated_in
-from roundhouse.collection.bound import StalenessBound
 from roundhouse.collection.collector import written_rollouts
-from roundhouse.collection.controller import ControlledReplica, Controller
-from roundhouse.collection.dispatch import ENGINE, Dispatch, finished_rollouts, forget
-from roundhouse.collection.events import Event, event_from_json, event_to_json
-from roundhouse.collection.pool import Group, RunningRollout
+from roundhouse.collection.controller import ControlledReplica, Controller, Event, event_from_json, event_to_json
+from roundhouse.collection.pool import Group, RunningRollout, StalenessBound
+from roundhouse.collection.runner import ENGINE, Dispatch, finished_rollouts, forget
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.location import AlreadyExists, Location
 from roundhouse.store.run import Run, skip_of

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from roundhouse.collection import events as happened
+from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import catch_up, resume, unfinished_iterations
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.collector import refuse_many_failures
-from roundhouse.collection.dispatch import ENGINE
-from roundhouse.collection.events import Train, Transfer
-from roundhouse.collection.runner import LOOK_SECONDS
-from roundhouse.collection.single_version import runner_of
+from roundhouse.collection.controller import Train, Transfer
+from roundhouse.collection.in_process_runner import runner_of
+from roundhouse.collection.runner import ENGINE, LOOK_SECONDS
 from roundhouse.config.operations import stall_seconds
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import DataError, InfraError, TooFewRollouts

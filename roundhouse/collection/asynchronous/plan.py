@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from roundhouse.collection.bound import PlannedRollouts, StalenessBound
+from roundhouse.collection.pool import PlannedRollouts, StalenessBound
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw
