@@ -41,13 +41,13 @@ from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.branching import plan_branches
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, sample_tasks
 from roundhouse.rollout.rubric import OWN
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.records import Rollout, groups_with_spread
 from roundhouse.trajectories.validation import validate
+from tests.gym.collecting import collect
 
 MODEL, HELDOUT_SEED = "policy", 7
 

@@ -4,8 +4,8 @@ Invariant: a line is one object with `time`, `level`, `logger`, `message`, and o
 that the code that wrote it works on: the run is set where the work begins (`about`), the rest is read from the work in
 flight (`roundhouse.activity`), so no ids are passed around for the sake of a log.
 
-    {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.rollout.collector", "message": "…",
-     "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
+    {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.collection.in_process_runner",
+     "message": "…", "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
 
 `ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.
 `ROUNDHOUSE_LOG_LEVEL` (debug, info, warning, error) says from which level on; at debug, the engine writes the stages of each

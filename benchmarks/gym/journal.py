@@ -26,10 +26,11 @@ from roundhouse.collection.collector import journal_parquet
 from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import TurnJournal, collect
 from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.rollout.replay import TurnJournal
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests.gym.collecting import collect
 
 KINDS = ["turns=3", "turns=3 tokens=4096+1024", "turns=12 tokens=512+256"]
 

@@ -33,9 +33,8 @@ from roundhouse.collection.shards import Shard
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig
 from roundhouse.errors import StoreError, TooFewRollouts
-from roundhouse.rollout.collector import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.replay import JOURNAL
+from roundhouse.rollout.replay import JOURNAL, TurnJournal
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.stage import Attempt, Stage, read_part

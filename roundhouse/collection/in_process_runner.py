@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from roundhouse.activity import GRACE_SECONDS, Interrupted, Supervision, announce, run_interruptible
-from roundhouse.collection import collector as stage_collector
+from roundhouse.activity import ACTIVITY, GRACE_SECONDS, Interrupted, Supervision, announce, run_interruptible
+from roundhouse.collection import collector
 from roundhouse.collection import controller as happened
 from roundhouse.collection.collector import Collected, Parts, Progress
 from roundhouse.collection.controller import Continue, Controller, Restarted
@@ -40,17 +42,22 @@ from roundhouse.collection.runner import (
     forget,
     window_of,
 )
-from roundhouse.config.models import RunConfig, Sampling
+from roundhouse.config.models import RolloutConfig, RunConfig, Sampling
 from roundhouse.config.rollout import Asynchrony, InProcessCollection
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.rollout import collector
+from roundhouse.generation.protocol import PolicyClient
+from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.protocol import EnvironmentClient, retry_delay
+from roundhouse.rollout.recording import run_branch
+from roundhouse.rollout.replay import RecordedCalls, TurnJournal
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+
+log = logging.getLogger(__name__)
 
 FLUSH_PATIENCE_SECONDS = 300.0
 INTERRUPT_SECONDS = GRACE_SECONDS / 5
@@ -69,7 +76,7 @@ class OpenCollection:
     progress: Progress | None
     keys: tuple[Key, ...] = ()
     """Of the rollouts of the rounds that have begun, in the plan's order."""
-    collection: collector.RolloutCollection = field(init=False)
+    collection: RolloutCollection = field(init=False)
     """Of the newest of these rounds: those before it are complete."""
     rollouts: dict[Key, Rollout] = field(default_factory=dict)
     running: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
@@ -137,7 +144,7 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
         kept = {key: by_id[spec.rollout_id] for key, spec in specs.items() if spec.rollout_id in by_id}
         opened.keys += tuple(specs)
         opened.rollouts |= kept
-        opened.collection = collector.RolloutCollection.of(
+        opened.collection = RolloutCollection.of(
             [spec for key, spec in specs.items() if key not in kept],
             self._policy,
             self._environment,
@@ -301,7 +308,7 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
 
     async def _flush_again_and_again(self) -> None:
         while True:
-            await asyncio.sleep(max(stage_collector.FLUSH_SECONDS, stage_collector.SHORTEST_SECONDS))
+            await asyncio.sleep(max(collector.FLUSH_SECONDS, collector.SHORTEST_SECONDS))
             self._write_down()
 
     def _look_again(self) -> None:
@@ -371,7 +378,7 @@ class Collector:
         *,
         on_policy: bool = True,
     ) -> Collected:
-        """Collect what is missing of `specs`; again for another round. `on_policy` as for `rollout.collector.collect`.
+        """Collect what is missing of `specs`; again for another round. `on_policy` as for `RolloutCollection.of`.
 
         Raises:
             InfraError: a shard lost more workers than `rollout.distribution.restarts`.
@@ -414,3 +421,159 @@ def _end(runner: RolloutRunner[Any, Any], iteration: int) -> None:
         except Interrupted:
             if time.monotonic() > deadline:
                 raise
+
+
+async def _run(spec: RolloutSpec, *arguments: Any, **options: Any) -> Rollout:
+    return await (run_rollout if spec.branch is None else run_branch)(spec, *arguments, **options)
+
+
+class RolloutCollection:
+    """Rollouts that are made together: what one failure says about the others.
+
+    It stops asking an engine or environment that is gone: an `Outage` opens only when `threshold` rollouts in a row, each
+    after all its attempts, failed for infrastructure. Any other outcome in between shows that something still works and starts
+    the count anew. Once open, it stays open. Without it a collection of 10,000 rollouts would try each of them three times
+    against a dead engine. A `RetryBudget` bounds the retries where not everything fails: where one rollout in three does, three
+    attempts each would hide it and cost a half more.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[RolloutSpec],
+        policy: PolicyClient,
+        environment: EnvironmentClient,
+        config: RolloutConfig,
+        sampling: Sampling,
+        *,
+        on_policy: bool = True,
+        policy_version: int | None = None,
+        journal: TurnJournal | None = None,
+    ) -> RolloutCollection:
+        """For `roll_out` of each of `specs`, in any order.
+
+        Args:
+            on_policy: they are to be trained on; a row that asks for another sampling than `sampling` then fails.
+            policy_version: version that the engine holds, for agents whose answers do not have it.
+            journal: model calls that were finished before, and where those of each attempt are recorded; also an attempt that
+                follows on an infrastructure failure here resumes after them. Without one, each starts from its first call.
+        """
+        play = partial(
+            _run,
+            policy=policy,
+            environment=environment,
+            config=config,
+            sampling=sampling,
+            on_policy=on_policy,
+            policy_version=policy_version,
+        )
+        recorded = None if journal is None else partial(journal.recorded, restoration=environment.restoration)
+        return cls(specs, play, environment.name, config, recorded)
+
+    def __init__(
+        self,
+        specs: Sequence[RolloutSpec],
+        play: Callable[..., Awaitable[Rollout]],
+        environment_name: str,
+        config: RolloutConfig,
+        recorded: Callable[[RolloutSpec], RecordedCalls] | None,
+    ) -> None:
+        self._play = play
+        self._environment_name = environment_name
+        self._config = config
+        self._recorded = recorded
+        self._outage = Outage(min(config.concurrency or len(specs), len(specs)))
+        self._budget = RetryBudget(len(specs), config.retry.budget_fraction, config.retry.budget_seconds)
+
+    async def roll_out(self, spec: RolloutSpec, **given: Any) -> Rollout:
+        """One of them, to its outcome, which does not raise; `given` overrides what `of` has for all."""
+        with ACTIVITY.track("collect", "rollout", spec.rollout_id):
+            rollout = self._not_tried(spec) if self._outage.open else await self._try(spec, given)
+        if rollout.status is Status.FAILED:
+            log.info("%s failed: %s: %s", rollout.rollout_id, rollout.failure_code, rollout.failure_detail)
+        was_open = self._outage.open
+        self._outage.record(rollout)
+        if self._outage.open and not was_open:
+            log.warning(
+                "The last %d rollouts all failed for infrastructure (%s: %s); those not begun yet are not tried.",
+                self._outage.threshold,
+                rollout.failure_code,
+                rollout.failure_detail,
+            )
+        return rollout
+
+    async def _try(self, spec: RolloutSpec, given: Mapping[str, Any]) -> Rollout:
+        """Attempts until one is not an infrastructure failure, or none is left."""
+        retry = self._config.retry
+        attempt = 1
+        while True:
+            recorded = None if self._recorded is None else self._recorded(spec)
+            rollout = await self._play(spec, attempt=attempt, recorded=recorded, **given)
+            if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
+                return rollout
+            if not self._budget.take(time.monotonic()):
+                log.info("%s: %s, and the budget of retries is spent", rollout.rollout_id, rollout.failure_code)
+                return rollout
+            delay = retry_delay(retry, attempt, spec.seed)
+            log.info("%s: %s, attempt %d; again in %.1f s", rollout.rollout_id, rollout.failure_code, attempt, delay)
+            await asyncio.sleep(delay)
+            attempt += 1
+
+    def _not_tried(self, spec: RolloutSpec) -> Rollout:
+        last = self._outage.last
+        assert last is not None
+        return Rollout(
+            group_id=spec.group_id,
+            sample=spec.sample,
+            task=spec.row,
+            environment=self._environment_name,
+            status=Status.FAILED,
+            attempt=0,
+            seed=spec.seed,
+            failure_kind=FailureKind.INFRA,
+            failure_code=last.failure_code,
+            failure_detail=f"Not tried: {self._outage.threshold} rollouts before it failed in a row. {last.failure_detail}",
+        )
+
+
+SMALLEST_THRESHOLD = 4
+"""A few rollouts fail alone for reasons of their own, even when they run one at a time."""
+
+
+class Outage:
+    """Watches the finished rollouts of one collection with `workers` in flight."""
+
+    def __init__(self, workers: int) -> None:
+        # One whole wave: with all in flight at once, a shorter row may be a single hiccup that hit them together.
+        self.threshold = max(workers, SMALLEST_THRESHOLD)
+        self._in_a_row = 0
+        self.last: Rollout | None = None
+        """The failure that opened it."""
+
+    @property
+    def open(self) -> bool:
+        return self.last is not None
+
+    def record(self, rollout: Rollout) -> None:
+        """Take note of a finished rollout."""
+        infra = rollout.status is Status.FAILED and rollout.failure_kind is FailureKind.INFRA
+        self._in_a_row = self._in_a_row + 1 if infra else 0
+        if self._in_a_row >= self.threshold and self.last is None:
+            self.last = rollout
+
+
+class RetryBudget:
+    """The retries of one collection: at most `fraction` of its rollouts, and none later than `seconds` after the first."""
+
+    def __init__(self, rollouts: int, fraction: float | None, seconds: float | None) -> None:
+        self._left = math.inf if fraction is None else math.ceil(rollouts * fraction)
+        self._seconds = seconds
+        self._first_at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether there may be one more retry at this time, in seconds of any clock that does not run backwards."""
+        first_at = now if self._first_at is None else self._first_at
+        if self._left < 1 or (self._seconds is not None and now - first_at > self._seconds):
+            return False
+        self._first_at, self._left = first_at, self._left - 1
+        return True

@@ -263,7 +263,7 @@ class RolloutRunner(ABC, Generic[O, A]):
         sampling: Sampling | None = None,
         on_policy: bool = True,
     ) -> None:
-        """`sampling`: unset, the run's own. `on_policy` as for `rollout.collector.collect`."""
+        """`sampling`: unset, the run's own. `on_policy`: they are to be trained on."""
         self.config = config
         self.plan = plan
         self.sampling = config.generation.sampling if sampling is None else sampling

@@ -34,8 +34,8 @@ from roundhouse.cpu import take_seconds
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
 from roundhouse.retry import Backoff
-from roundhouse.rollout.collector import ResumptionCounts
 from roundhouse.rollout.plan import RolloutSpec, reorder
+from roundhouse.rollout.replay import ResumptionCounts
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run

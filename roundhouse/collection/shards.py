@@ -139,7 +139,7 @@ class ShardReport(BaseModel):
     files: list[FileEntry]
     ledger: Ledger
     resumptions: dict[str, Any]
-    """As `rollout.collector.ResumptionCounts.details`."""
+    """As `rollout.replay.ResumptionCounts.details`."""
     seconds: float
     """In which rollouts ran."""
     cpu_seconds: float

@@ -25,10 +25,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from roundhouse.config.models import RetryPolicy
 from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError, RoundhouseError
 from roundhouse.health.policy import Kind, code_of, kind_of, typed
-from roundhouse.trajectories.records import FailureKind
+from roundhouse.retry import Backoff
+from roundhouse.trajectories.records import FailureKind, derive_seed
 
 if TYPE_CHECKING:
     from roundhouse.rollout.agents import RolloutAttempt
@@ -134,6 +136,13 @@ def classify(error: Exception) -> tuple[FailureKind, str, str]:
     kind = FailureKind.INFRA if kind_of(known) is Kind.INFRA else FailureKind.DATA
     detail = _detail(known) if isinstance(known, RoundhouseError) else f"{type(error).__name__}: {_detail(error)}"
     return kind, code_of(known), detail
+
+
+def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
+    """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
+    so that rollouts which failed together do not come back together."""
+    pause = Backoff(retry.first_delay_seconds, retry.max_delay_seconds, retry.factor).pause(attempt)
+    return pause * (0.5 + derive_seed(seed, "retry", attempt) / 2**32)
 
 
 def _detail(error: BaseException) -> str:

@@ -47,7 +47,6 @@ from roundhouse.generation.client import JSON_HEADERS
 from roundhouse.generation.protocol import EngineRejected
 from roundhouse.imports import load_function
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
-from roundhouse.rollout.collector import retry_delay
 from roundhouse.rollout.protocol import (
     Agent,
     BadReward,
@@ -56,6 +55,7 @@ from roundhouse.rollout.protocol import (
     EnvironmentClient,
     JudgeFailed,
     call_verifier,
+    retry_delay,
 )
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.trajectories.records import SEEDS, Rollout, Status, derive_seed

@@ -19,6 +19,7 @@ from flows.iteration import is_evaluated
 from roundhouse.cli.reports import run_cost
 from roundhouse.collection import sharded_attempt
 from roundhouse.collection.collector import refuse_many_failures
+from roundhouse.collection.in_process_runner import RolloutCollection
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -31,7 +32,7 @@ from roundhouse.infra import services
 from roundhouse.infra.kubernetes.job_status import JobDeadlines, Waiting
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import ShardJob, TrainJob
-from roundhouse.rollout.collector import RolloutCollection, retry_delay
+from roundhouse.rollout.protocol import retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import BudgetReached, iteration_cost
 from roundhouse.stages.policy import starting_policy
@@ -78,7 +79,8 @@ async def attempts_of(retry: Tree, rollouts: int = 10, pause: float = 0.0) -> in
 
     given = RolloutConfig(retry=RetryPolicy(**{"first_delay_seconds": 1e-6, "max_delay_seconds": 1e-6} | retry))
     specs = [spec_of(sample=number) for number in range(rollouts)]
-    await RolloutCollection(specs, play, "e", given, None).run()
+    collection = RolloutCollection(specs, play, "e", given, None)
+    await asyncio.gather(*map(collection.roll_out, specs))
     return played
 
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 
 from roundhouse.config.models import RolloutConfig
 from roundhouse.rollout.agents import run_rollout
-from roundhouse.rollout.collector import TurnJournal
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import EnvironmentClient
+from roundhouse.rollout.replay import TurnJournal
 from roundhouse.trajectories.records import Rollout
 from tests.gym.playground import SAMPLING, Script, ScriptedPolicy
 

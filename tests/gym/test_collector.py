@@ -10,10 +10,11 @@ from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import RetryPolicy
 from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect, retry_delay
 from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
+from roundhouse.rollout.protocol import retry_delay
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Counter,

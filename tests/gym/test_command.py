@@ -19,9 +19,9 @@ from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.environments.base import TaskRow, Verdict
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says
 
 ROW: TaskRow = {"task_id": "t", "question": "3*4?", "answer": "12", "responses_create_params": {"input": "3*4?"}}

@@ -17,11 +17,11 @@ from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import EnvironmentTimeout, VerifierFailed
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Counter,

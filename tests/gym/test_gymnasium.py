@@ -22,10 +22,10 @@ from roundhouse.generation.protocol import ContextOverflow, EngineUnreachable
 from roundhouse.http.sessions import SessionStore
 from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import LocalEpisodeClient, open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Reply,

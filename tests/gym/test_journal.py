@@ -17,10 +17,10 @@ from roundhouse.environments.base import Environment, GymStep, Split, TaskRow, V
 from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
-from roundhouse.rollout.collector import TurnJournal, collect
 from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.rollout.replay import JOURNAL
+from roundhouse.rollout.replay import JOURNAL, TurnJournal
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.interrupted import VERSION, as_read, interrupted_before, resumed
 from tests.gym.playground import (
     SAMPLING,

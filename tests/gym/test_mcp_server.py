@@ -23,10 +23,10 @@ from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Counter,

@@ -13,10 +13,10 @@ from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import EnvironmentUnreachable
 from roundhouse.trajectories.records import Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Counter,

@@ -16,13 +16,13 @@ from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError
 from roundhouse.policy.warm_start import _texts
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts, sample_tasks
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says
 from tests.stages.scripted_engine import ScriptedEngine
 from tests.stages.test_collect import engine  # noqa: F401 - a fixture

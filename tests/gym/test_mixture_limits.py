@@ -12,7 +12,6 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RolloutConfig
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
@@ -22,6 +21,7 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_table
 from roundhouse.trajectories.records import Rollout
 from tests.generation.tiny import make_model
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config
 from tests.stages.scripted_engine import ScriptedEngine
 

@@ -20,11 +20,11 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import UnknownAgent
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, digest_tokens
+from tests.gym.collecting import collect
 from tests.gym.model_server.fake_engine import FakeEngine, call
 from tests.gym.playground import (
     SAMPLING,

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.rollout.collector import RetryBudget
+from roundhouse.collection.in_process_runner import RetryBudget
 
 
 @given(st.integers(0, 50), st.floats(0, 3), st.integers(0, 200))

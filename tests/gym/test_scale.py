@@ -14,10 +14,10 @@ from roundhouse.config.models import GenerationConfig, RetryPolicy
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.generation.servers import serve
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, Counter, counter_row, rollout_config, serving_counter, turns_of
 
 PROMPT, REPLY, RESULT = list(range(1000, 1256)), list(range(2000, 2064)), list(range(3000, 3064))

@@ -20,11 +20,11 @@ from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.http.sessions import SessionStore
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import ToolEnvironment
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import Status
+from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
     Counter,

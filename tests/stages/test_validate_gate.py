@@ -23,7 +23,6 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages import train as train_stage
 from roundhouse.stages.policy import starting_policy
@@ -37,6 +36,7 @@ from roundhouse.store.stage import Stage, read_manifest, read_table
 from roundhouse.trajectories.ledger import Ledger
 from roundhouse.trajectories.records import Rollout, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests.gym.collecting import collect
 
 SIZE = 4
 

@@ -20,12 +20,12 @@ from roundhouse.generation.protocol import Completion, Generated
 from roundhouse.generation.requests import read_request
 from roundhouse.policy.warm_start import write_engine_files
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.validate import DecodedText, limits_of, recorded_counts
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
 from roundhouse.trajectories.validation import Recorded, Validated, validate
+from tests.gym.collecting import collect
 
 VERSION, GROUPS, SIZE = 3, 3, 4
 

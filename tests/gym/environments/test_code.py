@@ -23,9 +23,9 @@ from roundhouse.environments.sandbox import (
     SandboxUnavailable,
 )
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 CODE = Code(problems=60)

@@ -25,11 +25,11 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.environments.calculator import Calculator
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import own_gym
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.collecting import collect
 from tests.gym.model_server.fake_engine import FakeEngine
 from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, serving

@@ -15,9 +15,9 @@ from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.agents import RolloutAttempt, play_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, says, spec_of
 
 WORKER = """

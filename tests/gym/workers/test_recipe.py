@@ -16,10 +16,10 @@ from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_class
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.preflight import refuse_unready
 from tests.generation.tiny import make_model
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
 
 RECIPE = Path(__file__).parent / "recipe" / "quiz"

@@ -27,11 +27,11 @@ from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import EngineFailed
 from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.collector import collect
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import FailureKind, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from roundhouse.trajectories.validation import validate
+from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of
 
 ITEM = {"task_id": "a", "group_id": "a", "prompt": "2+2?", "ground_truth": "4"}
