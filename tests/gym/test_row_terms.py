@@ -13,7 +13,7 @@ from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, t
 from roundhouse.errors import InfraError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
-from roundhouse.rollout.plan import sampling_overrides
+from roundhouse.rollout.conversation import sampling_overrides
 from roundhouse.rollout.protocol import BadTaskRow
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests.gym.playground import (

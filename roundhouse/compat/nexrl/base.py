@@ -58,8 +58,7 @@ from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
 from roundhouse.rollout.agents import RolloutAttempt
-from roundhouse.rollout.conversation import TurnChain
-from roundhouse.rollout.plan import sampling_overrides
+from roundhouse.rollout.conversation import TurnChain, sampling_overrides
 from roundhouse.rollout.protocol import VerifierFailed, call_verifier, retry_delay
 from roundhouse.rollout.responses import Item, Message, assistant_items, function_call_output, response_object
 from roundhouse.trajectories.records import Rollout, derive_seed

@@ -53,8 +53,7 @@ from roundhouse.environments.base import Restoration, TaskRow, Verdict
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import TOKEN_FIELDS
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
-from roundhouse.rollout.conversation import ChainedCalls, TurnChain, chain_calls
-from roundhouse.rollout.plan import sampling_overrides
+from roundhouse.rollout.conversation import ChainedCalls, TurnChain, chain_calls, sampling_overrides
 from roundhouse.rollout.protocol import (
     FAILURE,
     TERMINAL,
