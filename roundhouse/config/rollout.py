@@ -70,14 +70,14 @@ class CustomCurriculum(RecentRewards):
 
     kind: Literal["custom"]
     target: Target
-    """`module:Class` or `path/to/file.py:Class` of a `Curriculum` (roundhouse.rollout.curriculum), made with `parameters`."""
+    """`module:Class` or `path/to/file.py:Class` of a `Curriculum` (roundhouse.rollout.plan), made with `parameters`."""
     parameters: Parameters = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
 
 CurriculumConfig = Annotated[Epochs | SuccessBand | CustomCurriculum, Field(discriminator="kind")]
 """Which tasks an iteration draws. What a curriculum draws depends on the store alone, on the iterations that the oldest policy
-version which may roll out the tasks was trained on (`roundhouse.rollout.curriculum`): a run that resumes draws what it would
+version which may roll out the tasks was trained on (`roundhouse.rollout.plan`): a run that resumes draws what it would
 have drawn."""
 
 

@@ -25,8 +25,7 @@ from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.chat_template import template_in
 from roundhouse.rollout.branching import Branched, branched_groups, plan_branches
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
-from roundhouse.rollout.curriculum import recorded_draw
-from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, sample_rounds
+from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, recorded_draw, sample_rounds
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.manifest import Reference

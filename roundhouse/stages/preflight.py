@@ -37,7 +37,7 @@ from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template,
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
 from roundhouse.rollout.clients import open_environment, tools_of
-from roundhouse.rollout.curriculum import build_curriculum
+from roundhouse.rollout.plan import build_curriculum
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from roundhouse.config.models import RolloutConfig
 from roundhouse.environments.base import TaskRow, task_row
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.rollout.curriculum import TaskHistory, build_curriculum
-from roundhouse.rollout.plan import WeightedTasks, round_tasks, sample_rounds
+from roundhouse.rollout.plan import TaskHistory, WeightedTasks, build_curriculum, round_tasks, sample_rounds
 from roundhouse.trajectories.records import Rollout, Status, derive_seed, groups_with_spread
 
 PER_ITERATION, GROUP = 8, 8
@@ -122,7 +121,7 @@ def test_fewer_tasks_than_an_iteration_draws_leave_nothing_to_choose() -> None:
 
 
 OWN = """
-from roundhouse.rollout.curriculum import Curriculum, mean_reward
+from roundhouse.rollout.plan import Curriculum, mean_reward
 
 class Hardest(Curriculum):
     def __init__(self, above=0.0):

@@ -23,7 +23,7 @@ from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.search import Game, GuessNumber
 from roundhouse.errors import ConfigError, TooFewRollouts, TooFewSequences
 from roundhouse.rollout.branching import FIRST_TOKENS, branch_points
-from roundhouse.rollout.curriculum import recorded_draw
+from roundhouse.rollout.plan import recorded_draw
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.preflight import refuse_unready

@@ -16,7 +16,7 @@ import pytest
 
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.config.loading import parse_config
-from roundhouse.rollout.curriculum import recorded_draw
+from roundhouse.rollout.plan import recorded_draw
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.store.manifest import Reference
@@ -193,7 +193,7 @@ def test_skipped_iterations_and_groups_without_a_reward_do_not_count(tmp_path: P
 
 def test_a_curriculum_of_ones_own_looks_back_as_far_as_its_window(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from roundhouse.rollout.curriculum import Curriculum\n"
+        "from roundhouse.rollout.plan import Curriculum\n"
         "class Even(Curriculum):\n"
         "    def weights(self, tasks, history):\n"
         "        return [1.0] * len(tasks)\n"

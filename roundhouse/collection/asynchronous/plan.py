@@ -19,8 +19,15 @@ from functools import lru_cache
 from roundhouse.collection.pool import PlannedRollouts, StalenessBound
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.curriculum import RecordedDraw, recorded_draw
-from roundhouse.rollout.plan import RolloutSpec, Sampled, plan_rollouts, round_tasks, sample_rounds
+from roundhouse.rollout.plan import (
+    RecordedDraw,
+    RolloutSpec,
+    Sampled,
+    plan_rollouts,
+    recorded_draw,
+    round_tasks,
+    sample_rounds,
+)
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout
