@@ -39,9 +39,9 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.requests import read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.policy.warm_start import make_starting_policy
-from roundhouse.rollout.branching import plan_branches
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, plan_rollouts, sample_tasks
+from roundhouse.rollout.recording import plan_branches
 from roundhouse.rollout.rubric import OWN
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer

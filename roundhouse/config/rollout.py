@@ -150,7 +150,7 @@ class DynamicSampling(Section):
 
 class Branching(Section):
     """After the rollouts of an iteration, let some of them go on anew from one of their turns, with the same policy version,
-    and compare the ends (`roundhouse.rollout.branching`). Of groups whose rewards differ; with `dynamic_sampling`, of those
+    and compare the ends (`roundhouse.rollout.recording`). Of groups whose rewards differ; with `dynamic_sampling`, of those
     that it keeps. The environment is rebuilt by calls that are made again, so its `restoration` must not be none. Only with
     `asynchrony.staleness` 0."""
 

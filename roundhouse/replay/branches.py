@@ -2,7 +2,7 @@
 
 Invariants: what is stored is a version of a dataset, of one policy version: `datasets/<name>/<run>-i000012-v000015-<digest>`.
 The branches of one turn are a group, so an algorithm that compares a group's rewards gives branch-relative advantages.
-Branches inside a training run: `rollout.branching` (`roundhouse.rollout.branching`).
+Branches inside a training run: `rollout.branching` (`roundhouse.rollout.recording`).
 """
 
 from __future__ import annotations

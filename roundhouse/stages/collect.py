@@ -23,9 +23,9 @@ from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.chat_template import template_in
-from roundhouse.rollout.branching import Branched, branched_groups, plan_branches
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
-from roundhouse.rollout.plan import RolloutSpec, WeightedTasks, iterations_of, recorded_draw, sample_rounds
+from roundhouse.rollout.plan import RolloutSpec, Sampled, WeightedTasks, iterations_of, recorded_draw, sample_rounds
+from roundhouse.rollout.recording import Branched, branched_groups, plan_branches
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.manifest import Reference
@@ -153,29 +153,29 @@ def _collect(
         return rollouts
 
     sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history)
-    specs: list[RolloutSpec] = []
+    made: list[Sampled | Branched] = [sampled]
+    branches: Sequence[Rollout] = []
     if branching is not None:
         groups = branched_groups(sampled)
         whole = collection.whole(sampled.rollouts, groups)
-        specs = plan_branches(whole, groups, branching, config.seed, stage.iteration)
-    branched = Branched(specs, make(specs) if specs else [])
-    rollouts = [*sampled.rollouts, *branched.rollouts]
+        if specs := plan_branches(whole, groups, branching, config.seed, stage.iteration):
+            branches = make(specs)
+            made.append(Branched(specs, branches))
+    rollouts = [*sampled.rollouts, *branches]
     refuse_many_failures(rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(rollouts, requested=planned)
-    collected = Collected(sampled.rollouts, seconds, branched.rollouts)
+    collected = Collected(sampled.rollouts, seconds, branches)
     return collection.commit(
         inputs={"weights": weights} | draw.inputs,
         counts=ledger.counts(),
         metrics=collected.metrics()
         | metrics_by_environment(config, sampled.rollouts, "mixture/")
         | collection.metrics()
-        | sampled.metrics()
-        | branched.metrics()
+        | {name: value for each in made for name, value in each.metrics().items()}
         | draw.metrics(sampled.tasks),
         details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()}
         | {"engine_tokens": counted_at(engine_url)}
-        | sampled.details()
-        | branched.details(),
+        | {name: value for each in made for name, value in each.details().items()},
     )
 
 

@@ -22,8 +22,8 @@ from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskRow, Verdict, tool
 from roundhouse.environments.search import Game, GuessNumber
 from roundhouse.errors import ConfigError, TooFewRollouts, TooFewSequences
-from roundhouse.rollout.branching import FIRST_TOKENS, branch_points
 from roundhouse.rollout.plan import recorded_draw
+from roundhouse.rollout.recording import FIRST_TOKENS, branch_points
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.preflight import refuse_unready
