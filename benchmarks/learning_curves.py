@@ -35,8 +35,7 @@ from roundhouse.environments import load
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
-from roundhouse.generation.protocol import Completion
-from roundhouse.generation.requests import read_request
+from roundhouse.generation.protocol import Completion, read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.clients import open_environment

@@ -42,8 +42,7 @@ from roundhouse.config.environments import CommandEnvironment
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.environments.base import Restoration, TaskRow, Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.generation.protocol import ContextOverflow, EngineRejected
-from roundhouse.generation.requests import BadRequest, read_request
+from roundhouse.generation.protocol import BadRequest, ContextOverflow, EngineRejected, read_request
 from roundhouse.http.asgi import reply
 from roundhouse.http.ports import HttpThread
 from roundhouse.imports import load_function

@@ -30,8 +30,7 @@ from typing import Any
 import orjson
 
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.generation.protocol import TOKEN_FIELDS, Draw, Generated
-from roundhouse.generation.requests import BadRequest, ChatRequest, ContextLengthExceeded
+from roundhouse.generation.protocol import TOKEN_FIELDS, BadRequest, ChatRequest, ContextLengthExceeded, Draw, Generated
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 TOOL_CALL_START = "<tool_call>"

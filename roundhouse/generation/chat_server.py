@@ -18,8 +18,7 @@ from typing import Any
 import orjson
 
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
-from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, Generated
-from roundhouse.generation.requests import BadRequest, read_request
+from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, BadRequest, Generated, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.http.asgi import BodyLimit, Receive, Send, authorized, read_body, reply, reply_error, reply_json
 from roundhouse.trajectories.records import CallStage

@@ -17,8 +17,7 @@ from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.interface import GenerationInterface, configure_generation_config, create_backend
-from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, WeightsRefused
-from roundhouse.generation.requests import BadRequest
+from roundhouse.generation.protocol import AsgiApp, BadRequest, Draw, EnginePoisoned, Generated, WeightsRefused
 from roundhouse.generation.transformers_engine import BATCH, BatchingEngine
 
 PROBE_TOKENS = 31

@@ -1,4 +1,4 @@
-"""What an agent needs of a policy (one call, tokens included), and what the server needs of an inference engine.
+"""What an agent needs of a policy (one call, tokens included), what a request may say, and what the server needs of an engine.
 
 `PolicyClient.complete` takes a conversation and returns the policy's next message together with the exact token IDs. The
 invariant of prefix continuation: if an assistant message of the conversation carries the three token fields
@@ -12,14 +12,29 @@ restarted. No `generate` outlives its engine's weights unnoticed: it ends with t
 `GenerationAborted`.
 
 Text, chat templates and tools are not an engine's business; see `chat.py`.
+
+Requests are read by hand because this is the hot path: token arrays are looked at once and never copied. `read_request` is
+the engine's reader of chat completions. Invariant: every field of a request is honoured, or the request is refused in words:
+a field that would change the distribution behind the trainer's back (penalties, stop strings, forced tools, logit biases)
+cannot be ignored, nor can one that nobody here knows. So the log-probabilities returned are those of the policy under
+temperature, top_p and top_k. Any field may be null or have the value that changes nothing (`NEUTRAL`); those that only
+describe the request (`DESCRIPTIVE`) say nothing to an engine.
+
+`check_chat` and `check_responses` are a model server's, which passes requests on. Invariant: a field that `/v1/responses`
+does not know is refused, not ignored; an item carries all three token fields, of fitting lengths, or none. A refusal is a
+list of problems in FastAPI's 422 shape.
+
+    {"type": "extra_forbidden", "loc": ["body", "top_k"], "msg": "Extra inputs are not permitted", "input": 5, "url": …}
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import quote
+
+from pydantic import VERSION
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import Sampling
@@ -204,3 +219,403 @@ class Engine(Protocol):
     def shutdown(self) -> None:
         """Release memory and processes."""
         ...
+
+
+class BadRequest(DataError):
+    """The request cannot be answered as it stands: HTTP 400, or what `status` says."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, text: str, parameter: str | None = None) -> None:
+        super().__init__(text)
+        self.parameter = parameter
+
+
+class ContextLengthExceeded(BadRequest):
+    """The prompt leaves no room to generate."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt: int, limit: int) -> None:
+        super().__init__(
+            f"The prompt has {prompt} tokens; this model's maximum context length is {limit} tokens, prompt and generation "
+            "together. Shorten the conversation or raise generation.max_model_len.",
+            "messages",
+        )
+
+
+class UnknownModel(BadRequest):
+    status = 404
+    code = "model_not_found"
+
+
+READ = frozenset({
+    "model", "messages", "tools", "temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens",
+    "chat_template_kwargs", "reasoning_effort", "required_prefix_token_ids", "parallel_tool_calls", "logprobs",
+    "return_token_ids", "return_tokens_as_token_ids",
+})  # fmt: skip
+"""Fields that are honoured. The last two ask for token IDs, which every answer carries in its message."""
+
+DESCRIPTIVE = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+)
+"""Fields about the request that no engine acts on."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "priority": (0,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "return_token_strs": (False,),
+    "mm_processor_kwargs": ({},),
+}
+"""Fields with the values that change nothing; any other value is refused."""
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked request."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    draw: Draw
+    """`max_tokens` of 0 asks for as many as fit."""
+    model: str
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    only_first_call: bool = False
+    """`parallel_tool_calls` is false: of several calls in a reply the message keeps the first, as with vLLM."""
+    logprobs: bool = False
+    """The choice has log-probabilities in OpenAI's form. The message has them either way."""
+    required_prefix: list[int] | None = None
+    """Token IDs that the prompt must begin with, up to the newest assistant message; None takes those that it carries."""
+
+
+def read_request(body: Any, model: str) -> ChatRequest:
+    """Check a request's JSON.
+
+    Raises:
+        BadRequest: names the field and what it may be.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.")
+    named = body.get("model", model)
+    if named != model:
+        raise UnknownModel(f"The model {named!r} is not served here; the only one is {model!r}.", "model")
+    for key, value in body.items():
+        if key in READ or key in DESCRIPTIVE or value is None:
+            continue
+        shown = f"{key}={value!r}" if len(repr(value)) <= 200 else key
+        if key not in NEUTRAL:
+            raise BadRequest(f"{shown} is not supported: this engine has no such field. Leave it out.", key)
+        if value not in NEUTRAL[key]:
+            raise BadRequest(f"{shown} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message.", "messages")
+    for index, message in enumerate(messages):
+        if problem := message_problem(message, strict=True) or token_problem(message, strict=True):
+            raise BadRequest(f"messages[{index}]: {problem}.", "messages")
+    arguments = body.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise BadRequest("chat_template_kwargs must be an object.", "chat_template_kwargs")
+    effort = body.get("reasoning_effort")
+    return ChatRequest(
+        messages=messages,
+        tools=_tools(body),
+        draw=_draw(body),
+        model=model,
+        template_arguments=arguments if effort is None else {"reasoning_effort": effort, **arguments},
+        only_first_call=_flag(body, "parallel_tool_calls", default=True) is False,
+        # Who asks for tokens as IDs reads them, and their log-probabilities, in the message.
+        logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
+        required_prefix=_required_prefix(body),
+    )
+
+
+def _draw(body: dict[str, Any]) -> Draw:
+    top_k = body.get("top_k")
+    if top_k is not None and (type(top_k) is not int or top_k < -1):
+        raise BadRequest(f"top_k is {top_k!r}; it must be a positive whole number, or -1 for none.", "top_k")
+    seed = body.get("seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+        raise BadRequest(f"seed is {seed!r}; it must be a whole number from 0 to 2**63 - 1.", "seed")
+    limit_key = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    limit = body.get(limit_key)
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise BadRequest(f"{limit_key} is {limit!r}; it must be a whole number above 0.", limit_key)
+    return Draw(
+        max_tokens=limit or 0,
+        temperature=_number(body, "temperature", 0.0, 10.0),
+        top_p=_number(body, "top_p", 1e-6, 1.0),
+        top_k=top_k if top_k and top_k > 0 else None,
+        seed=seed,
+    )
+
+
+def _number(body: dict[str, Any], key: str, low: float, high: float) -> float:
+    value = body.get(key)
+    if value is None:
+        return 1.0
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise BadRequest(f"{key} is {value!r}; it must be a number from {low:g} to {high:g}.", key)
+    return float(value)
+
+
+def _flag(body: dict[str, Any], key: str, *, default: bool = False) -> bool:
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise BadRequest(f"{key} is {value!r}; it must be true or false.", key)
+    return value
+
+
+def _required_prefix(body: dict[str, Any]) -> list[int] | None:
+    prefix = body.get("required_prefix_token_ids") or None
+    if prefix is None:
+        return None
+    if not isinstance(prefix, list) or {*map(type, prefix)} != {int}:
+        raise BadRequest("required_prefix_token_ids must be a list of whole numbers.", "required_prefix_token_ids")
+    if all(message.get("role") != "assistant" for message in body["messages"]):
+        raise BadRequest(
+            "required_prefix_token_ids continues an assistant message, and there is none.", "required_prefix_token_ids"
+        )
+    return prefix
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadRequest("tools must be a list.", "tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(
+                f'tools[{index}] must have the shape {{"type": "function", "function": {{"name": …}}}}.', "tools"
+            )
+    return [] if body.get("tool_choice") == "none" else tools
+
+
+def message_problem(message: Any, *, strict: bool) -> str:
+    """What is wrong with a chat message; empty when nothing is.
+
+    Args:
+        strict: as an engine renders it: known roles, text alone, calls with a name. Otherwise what a model server passes on.
+    """
+    if not isinstance(message, dict):
+        return "a message is an object"
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or (strict and role not in ROLES):
+        return f"a message has a role among {sorted(ROLES)}"
+    if not isinstance(content, str | list | None):
+        return "content is text or a list of parts"
+    parts = content if isinstance(content, list) else []
+    if not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str if strict else str | None) for part in parts
+    ):
+        return "parts of content are text parts" if strict else "parts of content are objects, whose text is text"
+    if not isinstance(calls, list | None):
+        return "tool_calls is a list"
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls or ()]
+    if not all(isinstance(function, dict) and (not strict or "name" in function) for function in functions):
+        return "tool_calls have a function each" + (" with a name" if strict else "")
+    return ""
+
+
+def token_problem(item: Mapping[str, Any], *, strict: bool = False) -> str:
+    """What is wrong with the token fields of a message or an item; empty when nothing is.
+
+    Args:
+        strict: token IDs must be whole numbers. What else they may be is checked against the vocabulary when they are used.
+            There may be no log-probabilities: an engine over a server of text has none.
+    """
+    given = [name for name in TOKEN_FIELDS if item.get(name) is not None]
+    if not given:
+        return ""
+    if len(given) < len(TOKEN_FIELDS):
+        return f"token fields come together: {', '.join(given)} without the rest of {', '.join(TOKEN_FIELDS)}"
+    prompt, generation, log_probs = (item[name] for name in TOKEN_FIELDS)
+    if not (isinstance(prompt, list) and isinstance(generation, list) and isinstance(log_probs, list)):
+        return "token fields are lists of numbers"
+    if len(generation) != len(log_probs) and (log_probs or not strict):
+        return f"{len(generation)} generated tokens and {len(log_probs)} log-probabilities"
+    if strict and not {*map(type, prompt), *map(type, generation)} <= {int}:
+        return "token IDs must be whole numbers"
+    return ""
+
+
+Body = dict[str, Any]
+
+RESPONSES_FIELDS: dict[str, tuple[type, ...]] = {
+    "background": (bool,),
+    "include": (list,),
+    "input": (str, list),
+    "instructions": (str,),
+    "max_output_tokens": (int,),
+    "max_tool_calls": (int,),
+    "metadata": (dict,),
+    "model": (str,),
+    "parallel_tool_calls": (bool,),
+    "previous_response_id": (str,),
+    "prompt": (dict,),
+    "reasoning": (dict,),
+    "service_tier": (str,),
+    "store": (bool,),
+    "stream": (bool,),
+    "temperature": (int, float),
+    "text": (dict,),
+    "tool_choice": (str, dict),
+    "tools": (list,),
+    "top_logprobs": (int,),
+    "top_p": (int, float),
+    "truncation": (str,),
+    "user": (str,),
+}
+"""Each may be null, but for those of `_NEVER_NULL`."""
+
+_NEVER_NULL = frozenset({"input", "parallel_tool_calls", "tool_choice", "tools"})
+
+CHAT_FIELDS = frozenset({
+    "messages", "model", "audio", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens",
+    "metadata", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty", "reasoning_effort",
+    "response_format", "seed", "service_tier", "stop", "store", "temperature", "tool_choice", "tools", "top_logprobs",
+    "top_p", "user", "web_search_options",
+})  # fmt: skip
+"""What `/v1/chat/completions` passes on; other fields are ignored."""
+
+_TYPE_NAMES = {
+    bool: ("bool_type", "Input should be a valid boolean"),
+    int: ("int_type", "Input should be a valid integer"),
+    float: ("float_type", "Input should be a valid number"),
+    str: ("string_type", "Input should be a valid string"),
+    list: ("list_type", "Input should be a valid list"),
+    dict: ("dict_type", "Input should be a valid dictionary"),
+}
+
+
+class InvalidRequest(DataError):
+    """The request cannot be understood: HTTP 422."""
+
+    def __init__(self, problems: list[dict[str, Any]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems))
+        self.problems = problems
+
+
+def check_responses(body: Any) -> Body:
+    """A `/v1/responses` body, unchanged.
+
+    Raises:
+        InvalidRequest: every problem found at the top level, or the first one of the items.
+    """
+    body = _object(body)
+    problems = [
+        _problem("extra_forbidden", [key], "Extra inputs are not permitted", body[key])
+        for key in body.keys() - RESPONSES_FIELDS.keys()
+    ]
+    for key, value in body.items():
+        types = RESPONSES_FIELDS.get(key)
+        if types is not None and type(value) not in types and (value is not None or key in _NEVER_NULL):
+            kind, text = _TYPE_NAMES[types[-1]]
+            problems.append(_problem(kind, [key], text, value))
+    if "input" not in body:
+        problems.append(_problem("missing", ["input"], "Field required", body))
+    if body.get("previous_response_id") is not None:
+        problems.append(
+            _value_error(
+                ["previous_response_id"],
+                "responses are not kept here; send the whole conversation in input",
+                body["previous_response_id"],
+            )
+        )
+    if problems:
+        raise InvalidRequest(sorted(problems, key=lambda problem: str(problem["loc"])))
+    if isinstance(body["input"], list):
+        _check_items("input", body["input"])
+    _check_objects("tools", body.get("tools") or ())
+    if not body.get("tools") and body.get("tool_choice") == "required":
+        raise InvalidRequest([_value_error(["tool_choice"], "'required' needs at least one tool", "required")])
+    return body
+
+
+def check_chat(body: Any) -> Body:
+    """The fields of a `/v1/chat/completions` body that are passed on.
+
+    Raises:
+        InvalidRequest: there are no messages, or one is no message.
+    """
+    body = _object(body)
+    if "messages" not in body:
+        raise InvalidRequest([_problem("missing", ["messages"], "Field required", body)])
+    messages = body["messages"]
+    if not isinstance(messages, list):
+        raise InvalidRequest([_problem("list_type", ["messages"], "Input should be a valid list", messages)])
+    _check_items("messages", messages)
+    for place, message in enumerate(messages):
+        if problem := message_problem(message, strict=False):
+            raise InvalidRequest([_value_error(["messages", place], problem, message)])
+    return {key: value for key, value in body.items() if key in CHAT_FIELDS}
+
+
+def _object(body: Any) -> Body:
+    if not isinstance(body, dict):
+        raise InvalidRequest([_problem("dict_type", [], "Input should be a valid dictionary", body)])
+    return body
+
+
+def _check_items(key: str, items: list[Any]) -> None:
+    _check_objects(key, items)
+    for place, item in enumerate(items):
+        if problem := token_problem(item):
+            raise InvalidRequest([_value_error([key, place], problem, None)])
+
+
+def _check_objects(key: str, values: Iterable[Any]) -> None:
+    for place, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise InvalidRequest([_problem("dict_type", [key, place], "Input should be a valid dictionary", value)])
+
+
+def invalid(loc: list[Any], text: str, value: Any = None) -> InvalidRequest:
+    """One problem, as an exception."""
+    return InvalidRequest([_value_error(loc, text, value)])
+
+
+def _value_error(loc: list[Any], text: str, value: Any) -> dict[str, Any]:
+    return _problem("value_error", loc, f"Value error, {text}", value)
+
+
+def _problem(kind: str, loc: list[Any], text: str, value: Any) -> dict[str, Any]:
+    version = ".".join(VERSION.split(".")[:2])
+    return {
+        "type": kind,
+        "loc": ["body", *loc],
+        "msg": text,
+        "input": value,
+        "url": f"https://errors.pydantic.dev/{version}/v/{kind}",
+    }

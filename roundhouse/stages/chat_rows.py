@@ -22,7 +22,7 @@ from typing import Any
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.requests import read_request
+from roundhouse.generation.protocol import read_request
 from roundhouse.policy.chat_template import TEMPLATE, refuse_unfit_template, template_in
 from roundhouse.rollout.conversation import TurnChain
 from roundhouse.rollout.responses import items_from_chat

@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.protocol import Generated
-from roundhouse.generation.requests import NEUTRAL, read_request
+from roundhouse.generation.protocol import NEUTRAL, Generated, read_request
 from tests.generation import tiny
 from tests.generation.servers import transformers_server
 

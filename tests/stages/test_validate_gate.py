@@ -19,8 +19,7 @@ from roundhouse.config.models import Sampling
 from roundhouse.errors import DataError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
-from roundhouse.generation.protocol import Completion
-from roundhouse.generation.requests import read_request
+from roundhouse.generation.protocol import Completion, read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts

@@ -16,8 +16,7 @@ from roundhouse.config.models import RunConfig, Sampling, WarmStartPolicy
 from roundhouse.environments import load_any
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.client import request_body
-from roundhouse.generation.protocol import Completion, Generated
-from roundhouse.generation.requests import read_request
+from roundhouse.generation.protocol import Completion, Generated, read_request
 from roundhouse.policy.warm_start import write_engine_files
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundhouse.compat.nemo_gym.model_server import answer, sse
 from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namespaces
-from roundhouse.generation.requests import InvalidRequest, check_responses
+from roundhouse.generation.protocol import InvalidRequest, check_responses
 from roundhouse.rollout.responses import assistant_items, chat_messages, response_object
 
 

@@ -18,7 +18,7 @@ from roundhouse.compat.nemo_gym.model_server.engine_call import (
     with_recorded_tokens,
 )
 from roundhouse.config.gym_servers import ModelServerConfig
-from roundhouse.generation.requests import InvalidRequest, check_chat, check_responses
+from roundhouse.generation.protocol import InvalidRequest, check_chat, check_responses
 
 TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": None}

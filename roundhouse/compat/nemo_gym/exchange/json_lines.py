@@ -31,7 +31,7 @@ import orjson
 
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.generation.requests import InvalidRequest, check_responses
+from roundhouse.generation.protocol import InvalidRequest, check_responses
 
 Row = dict[str, Any]
 Key = tuple[int, int]

@@ -27,8 +27,7 @@ from typing import Any
 import orjson
 
 from roundhouse.config.gym_servers import ModelServerConfig
-from roundhouse.generation.protocol import TOKEN_FIELDS, BadReply
-from roundhouse.generation.requests import RESPONSES_FIELDS, Body, invalid
+from roundhouse.generation.protocol import RESPONSES_FIELDS, TOKEN_FIELDS, BadReply, Body, invalid
 from roundhouse.rollout.responses import Message, assistant_items, response_object, usage_object, with_token_fields
 
 _MARK = "token_id:"

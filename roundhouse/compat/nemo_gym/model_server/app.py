@@ -53,8 +53,17 @@ from roundhouse.compat.nemo_gym.model_server.sse import strict_body, with_namesp
 from roundhouse.compat.nemo_gym.servers.endpoints import KEY, RolloutMark, RolloutPath
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.errors import InfraError
-from roundhouse.generation.protocol import ContextOverflow, EngineRejected, EngineTimeout, EngineUnreachable
-from roundhouse.generation.requests import Body, InvalidRequest, check_chat, check_responses, invalid
+from roundhouse.generation.protocol import (
+    Body,
+    ContextOverflow,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    InvalidRequest,
+    check_chat,
+    check_responses,
+    invalid,
+)
 from roundhouse.http.asgi import (
     JSON,
     BodyLimit,

@@ -21,8 +21,7 @@ from typing import Any
 import orjson
 
 from roundhouse.config.gym_servers import ModelServerConfig
-from roundhouse.generation.protocol import TOKEN_FIELDS
-from roundhouse.generation.requests import Body, invalid
+from roundhouse.generation.protocol import TOKEN_FIELDS, Body, invalid
 from roundhouse.rollout.responses import (
     CARRIED,
     VERSION_SPANS,

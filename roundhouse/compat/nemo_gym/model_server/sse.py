@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from roundhouse.generation.requests import RESPONSES_FIELDS, Body, invalid
+from roundhouse.generation.protocol import RESPONSES_FIELDS, Body, invalid
 
 Event = dict[str, Any]
 
