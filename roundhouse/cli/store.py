@@ -32,7 +32,7 @@ def verify(
 ) -> None:
     """Check every file, reference and ledger of every manifest. Exits with 1 when something is damaged."""
     from roundhouse.store.verification import verify as check
-    from roundhouse.trajectories.ledger import ledger_faults
+    from roundhouse.trajectories.records import ledger_faults
 
     found = check(store, run_id, also=ledger_faults)
     if as_json:

@@ -32,7 +32,7 @@ with gc_paused():
     from roundhouse.store.location import Location
     from roundhouse.store.stage import Stage
     from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
-    from roundhouse.trajectories.ledger import Ledger
+    from roundhouse.trajectories.records import Ledger
 
 TELL_SECONDS = 1.0
 

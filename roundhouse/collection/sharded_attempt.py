@@ -41,8 +41,7 @@ from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import WRITERS, Stage, parse_parquet, read_entry
 from roundhouse.training.service.job_entry import REPORT
-from roundhouse.trajectories.ledger import Ledger, LedgerError
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Ledger, LedgerError, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, summaries_from_tables, turns_table
 
 log = logging.getLogger(__name__)

@@ -44,8 +44,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import Stage, StageKind, read_manifest
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, digest_tokens
+from roundhouse.trajectories.records import Ledger, Rollout, digest_tokens
 from roundhouse.trajectories.schemas import (
     rebuild_prompts,
     rollouts_table,

@@ -28,8 +28,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Ledger, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 

@@ -36,8 +36,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import FailureKind, Rollout
+from roundhouse.trajectories.records import FailureKind, Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table
 
 OUTCOMES = ("equal", "flipped", "refused", "unrewarded")

@@ -32,8 +32,7 @@ from roundhouse.stages.validate import DecodedText
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.manifest import Reference, sha256
 from roundhouse.store.run import Run
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Refusal, Rollout, Status
+from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 PART_ROWS = 1024

@@ -31,8 +31,7 @@ from roundhouse.stages.refit import engine_files
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_table
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Invariants: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. A judge without a
 price is named with its tokens and never counts as free; the run's own engine has none, since its GPUs are paid by the hour.
-Why tokens are wasted stands in `trajectories.ledger`.
+Why tokens are wasted stands in `trajectories.records`.
 
 Budget:
 
@@ -37,7 +37,7 @@ from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.manifest import Manifest, Reference, current_names
 from roundhouse.store.run import SKIPPED, Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import LedgerError
+from roundhouse.trajectories.records import LedgerError
 
 HOUR = 3600.0
 BUDGETED = ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money")

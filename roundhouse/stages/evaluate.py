@@ -31,8 +31,7 @@ from roundhouse.stages.collect import Progress
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, pass_at_k
+from roundhouse.trajectories.records import Ledger, Rollout, pass_at_k
 
 EVALUATION_SEED = 7
 """Evaluations of all versions draw with the same seeds, so that their difference is the policy's."""

@@ -39,8 +39,7 @@ from roundhouse.store.manifest import Manifest, Reference, model_location, sha25
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.trajectories.ledger import prove_counted
-from roundhouse.trajectories.records import derive_seed
+from roundhouse.trajectories.records import derive_seed, prove_counted
 from roundhouse.trajectories.schemas import rollouts_from_tables
 from roundhouse.trajectories.validation import CollectionLimits, validate
 

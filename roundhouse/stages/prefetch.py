@@ -30,8 +30,7 @@ from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 

@@ -50,7 +50,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import WEIGHTS_DIGEST, ModelFiles, Reference, model_location
 from roundhouse.store.run import TRAINER, Run, trained_since_state
 from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import prove_trainable, untrained_tokens
+from roundhouse.trajectories.records import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
 
 if TYPE_CHECKING:

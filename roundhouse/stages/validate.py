@@ -28,8 +28,7 @@ from roundhouse.stages.refit import engine_files
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import prove_counted, rollout_waste
-from roundhouse.trajectories.records import Refusal, Rollout
+from roundhouse.trajectories.records import Refusal, Rollout, prove_counted, rollout_waste
 from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
 from roundhouse.trajectories.token_breaks import Decode, TokenBreak
 from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate

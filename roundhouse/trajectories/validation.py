@@ -54,8 +54,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.config.models import ValidationConfig
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Refusal, Rollout, Status, Turn
+from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, misaligned, sequences_table
 from roundhouse.trajectories.token_breaks import Decode, TokenBreak, token_breaks
 

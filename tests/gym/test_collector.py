@@ -12,8 +12,7 @@ from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
 from roundhouse.rollout.protocol import retry_delay
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.records import FailureKind, Ledger, Rollout, Status
 from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,

@@ -27,8 +27,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, derive_seed
+from roundhouse.trajectories.records import Ledger, Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.stages import offline_world
 

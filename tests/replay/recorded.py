@@ -22,8 +22,7 @@ from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import StageKind
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, derive_seed
+from roundhouse.trajectories.records import Ledger, Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config
 

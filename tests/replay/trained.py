@@ -16,8 +16,7 @@ from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import StageKind
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, derive_seed
+from roundhouse.trajectories.records import Ledger, Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.stages import offline_world
 

@@ -28,8 +28,7 @@ from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, Status, Turn, derive_seed, digest_tokens
+from roundhouse.trajectories.records import Ledger, Rollout, Status, Turn, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 LENGTH, PROMPT = 4, 3

@@ -21,8 +21,7 @@ from roundhouse.stages.cost import (
 )
 from roundhouse.stages.report import iteration_manifests, report_iteration
 from roundhouse.store.run import open_run
-from roundhouse.trajectories.ledger import rollout_waste, untrained_tokens
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.records import Rollout, Status, Turn, rollout_waste, untrained_tokens
 from roundhouse.trajectories.schemas import QUARANTINE
 
 

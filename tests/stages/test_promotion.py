@@ -13,8 +13,7 @@ from roundhouse.stages.evaluate import evaluation_metrics
 from roundhouse.stages.promotion import promote
 from roundhouse.store.run import POINTER, Run, open_run, promoted_version
 from roundhouse.store.stage import read_manifest
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Ledger, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 

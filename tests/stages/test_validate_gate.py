@@ -32,8 +32,7 @@ from roundhouse.store.directories import local_directory
 from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Stage, read_manifest, read_table
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout, digest_tokens
+from roundhouse.trajectories.records import Ledger, Rollout, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.collecting import collect
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.trajectories.ledger import Ledger, LedgerError
-from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.records import Ledger, LedgerError, Rollout, Status
 
 outcomes = st.lists(st.tuples(st.sampled_from(list(Status)), st.sampled_from(["tool_timeout", "engine_unreachable"])))
 

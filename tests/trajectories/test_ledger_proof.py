@@ -16,8 +16,16 @@ from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_table
 from roundhouse.store.verification import verify
-from roundhouse.trajectories.ledger import Ledger, LedgerError, ledger_faults, prove_counted, prove_trainable
-from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from roundhouse.trajectories.records import (
+    FailureKind,
+    Ledger,
+    LedgerError,
+    Rollout,
+    Status,
+    ledger_faults,
+    prove_counted,
+    prove_trainable,
+)
 from roundhouse.trajectories.schemas import RewardOfFailure, rollouts_table, turns_table
 from tests.trajectories.rollouts import rollout
 

@@ -61,8 +61,7 @@ from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
 from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
-from roundhouse.trajectories.ledger import Ledger
-from roundhouse.trajectories.records import Rollout
+from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
 
 Key = tuple[int, int]
