@@ -186,7 +186,7 @@ def verify_store(work: Path, arguments: argparse.Namespace) -> None:
 
 def refit(work: Path, arguments: argparse.Namespace) -> None:
     """As a replica does: fetch with proof, then hand every tensor to the engine, which here copies and forgets it."""
-    from roundhouse.store.manifest import WEIGHTS_DIGEST
+    from roundhouse.store.stage import WEIGHTS_DIGEST
     from roundhouse.weight_sync.base import fetch_weights
     from roundhouse.weight_sync.cache import NodeCache
     from roundhouse.weight_sync.tensor_files import iterate

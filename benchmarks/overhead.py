@@ -26,9 +26,8 @@ import tempfile
 from pathlib import Path
 
 from roundhouse.stages.report import iteration_manifests
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Manifest, StageKind
 
 ROOT = Path(__file__).parents[1]
 RUN_ID = "overhead"

@@ -44,8 +44,8 @@ from roundhouse.generation.vllm_worker import RefitExtension, retie_head
 from roundhouse.stages.checkpoint import publish
 from roundhouse.store.directories import scratch_beside, upload_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import model_location
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import proved_digest
 from roundhouse.weight_sync.replica_state import DesiredPolicy

@@ -28,8 +28,8 @@ from flows.train import training_flow
 from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import load_run, open_run
+from roundhouse.store.stage import Reference
 
 STATE_VARIABLE = "ROUNDHOUSE_STATE"
 """Directory of state of the services that serve the deployments; the runs use the same."""

@@ -26,8 +26,8 @@ from roundhouse.collection.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.stages.collect import training_tasks
 from roundhouse.stages.refit import engine_service
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from tasks.stages import collect_chosen, generate_rollouts, prefetch_rollouts, transfer, validate
 
 _JOIN_SECONDS = 4 * END_SECONDS

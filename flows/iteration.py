@@ -24,8 +24,8 @@ from roundhouse.health.policy import Course, Past, Step, after_failure, code_of,
 from roundhouse.stages.checkpoint import skip_after, skipped_in_a_row
 from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import refuse_lost
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from tasks.health import reporter_of
 from tasks.report import report_iteration
 from tasks.stages import (

@@ -11,8 +11,8 @@ from flows._prefect.signals import redeliver_lost_signals
 from flows._prefect.tuning import OpaqueConfig, untagged_tasks
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, open_to_collect, retain_versions, version_for
 from roundhouse.stages.refit import own_gym
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, no_such_version, open_run, version_named
+from roundhouse.store.stage import Reference
 from tasks.stages import collect_dataset, refit_to, starting_policy
 from tasks.stages import evaluate as evaluate_stage
 

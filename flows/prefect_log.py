@@ -20,8 +20,7 @@ from rich.text import Text
 from roundhouse.activity import logger as progress
 from roundhouse.console import RunView
 from roundhouse.errors import RoundhouseError
-from roundhouse.store.manifest import Reference
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, read_manifest
 
 CRASH = "Crash detected!"
 SIGNALS = ("termination signal", "interrupt signal")

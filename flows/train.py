@@ -24,8 +24,8 @@ from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import driving
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from roundhouse.tracking.catalogue import meaning_of
 from tasks.health import heartbeat
 from tasks.report import finish_run, finished_summary, report_iteration, tracked

@@ -26,8 +26,8 @@ from roundhouse.activity import Stalled, announce, supervised
 from roundhouse.config.operations import stall_seconds
 from roundhouse.health.policy import Kind, code_of, kind_of, severity_of, typed
 from roundhouse.store.lease import refuse_lost
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Reference
 from tasks.health import reporter_of
 
 P = ParamSpec("P")

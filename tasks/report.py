@@ -27,9 +27,8 @@ from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_page
 from roundhouse.stages.train import release_trainer
-from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Manifest, Reference, StageKind
 from roundhouse.tracking.mlflow import PLOT
 from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker, plot_run
 from roundhouse.trajectories.records import as_markdown

@@ -24,9 +24,8 @@ from roundhouse.stages import train as train_stage
 from roundhouse.stages import validate as validate_stage
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, Skip
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import Reference, StageKind, read_manifest
 from tasks.options import STAGE, stage_task
 from tasks.report import show_reported
 

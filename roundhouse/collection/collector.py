@@ -36,8 +36,7 @@ from roundhouse.errors import StoreError, TooFewRollouts
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.replay import JOURNAL, TurnJournal
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import FileEntry, Reference
-from roundhouse.store.stage import Attempt, Stage, read_part
+from roundhouse.store.stage import Attempt, FileEntry, Reference, Stage, read_part
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
 

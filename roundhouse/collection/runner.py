@@ -38,7 +38,7 @@ from roundhouse.config.models import RunConfig, Sampling
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.store.manifest import Reference
+from roundhouse.store.stage import Reference
 from roundhouse.trajectories.records import Rollout, Status
 
 ENGINE = "engine"

@@ -37,9 +37,8 @@ from roundhouse.retry import Backoff
 from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.rollout.replay import ResumptionCounts
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import FileEntry, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import WRITERS, Stage, parse_parquet, read_entry
+from roundhouse.store.stage import WRITERS, FileEntry, Reference, Stage, parse_parquet, read_entry
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import Ledger, LedgerError, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, summaries_from_tables, turns_table

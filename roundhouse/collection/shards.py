@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from roundhouse.config.models import RunConfig, Sampling
 from roundhouse.launch.base import Program
 from roundhouse.rollout.plan import BranchPoint, RolloutSpec
-from roundhouse.store.manifest import FileEntry, Provenance
+from roundhouse.store.stage import FileEntry, Provenance
 from roundhouse.trajectories.records import Ledger
 
 _LABEL = re.compile(r"-(?P<label>s\d{4,}of(?P<count>\d{4,}))-")

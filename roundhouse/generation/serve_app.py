@@ -40,7 +40,7 @@ from roundhouse.generation.protocol import Engine
 from roundhouse.http.asgi import SameOrigin
 from roundhouse.logs import set_up_logs
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest, model_location, sha256
+from roundhouse.store.stage import MANIFEST, Manifest, model_location, sha256
 from roundhouse.weight_sync.cache import private_directory
 from roundhouse.weight_sync.checkpoint_files import local_path
 from roundhouse.weight_sync.replica_state import application_digest, arguments_of

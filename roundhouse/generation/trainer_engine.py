@@ -31,8 +31,7 @@ from roundhouse.generation.transformers_engine import (
     key_value_bytes,
 )
 from roundhouse.imports import lean_transformers
-from roundhouse.store.manifest import WEIGHTS_DIGEST
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import WEIGHTS_DIGEST, read_manifest
 from roundhouse.training.service.verbs import TrainService
 from roundhouse.trajectories.records import SEEDS
 from roundhouse.weight_sync.base import (

@@ -35,7 +35,7 @@ from typing import Any
 from roundhouse.errors import ConfigError
 from roundhouse.policy.chat_template import ChatTemplate
 from roundhouse.store.location import file_digest, file_digests
-from roundhouse.store.manifest import sha256
+from roundhouse.store.stage import sha256
 
 MAGIC = b"GGUF"
 ARCHITECTURES = frozenset(("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3"))

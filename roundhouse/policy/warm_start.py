@@ -47,7 +47,7 @@ from roundhouse.imports import lean_transformers
 from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
 from roundhouse.store.location import file_digests
-from roundhouse.store.manifest import sha256
+from roundhouse.store.stage import sha256
 from roundhouse.trajectories.records import derive_seed
 
 if TYPE_CHECKING:

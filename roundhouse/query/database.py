@@ -33,9 +33,8 @@ from roundhouse.query.parts import (
     with_place,
 )
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import no_such_run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Manifest, StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 
 _READS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)

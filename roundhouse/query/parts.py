@@ -21,7 +21,7 @@ from pyarrow import fs
 
 from roundhouse.errors import StoreError
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest
+from roundhouse.store.stage import MANIFEST, Manifest
 
 READERS = 16
 """Manifests read at once: each is one small request to a bucket."""

@@ -41,9 +41,8 @@ from roundhouse.stages.policy import delete_run
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.store.stage import Reference, Stage, StageKind, read_manifest
 from roundhouse.trajectories.records import Ledger, Rollout, digest_tokens
 from roundhouse.trajectories.schemas import (
     rebuild_prompts,

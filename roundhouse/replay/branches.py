@@ -25,9 +25,8 @@ from roundhouse.rollout.recording import run_branch
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, StageKind
+from roundhouse.store.stage import Provenance, Reference, Stage, StageKind
 from roundhouse.trajectories.records import Ledger, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 

@@ -26,9 +26,8 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.freshness import drift
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Manifest, ModelFiles, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_manifest, read_table
+from roundhouse.store.stage import Manifest, ModelFiles, Reference, StageKind, read_manifest, read_table
 
 MEASURED = re.compile(r"time/|.*(seconds|per_second|mfu|memory|cpu|flops)")
 """Metrics of how fast something was, which differ between any two runs."""

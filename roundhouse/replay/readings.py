@@ -20,9 +20,8 @@ from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.stages.freshness import kish
 from roundhouse.stages.train import log_probs_under, release_trainer
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_table
+from roundhouse.store.stage import Reference, StageKind, read_table
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import chains_of, sequences_table

@@ -34,9 +34,8 @@ from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.lease import driving
 from roundhouse.store.lineage import Parent, code_version, create_identity, parent_at, read_identity, refuse_unloadable
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, load_run, no_such_version
-from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.store.stage import Reference, Stage, StageKind, read_manifest
 
 REPLAYED = (StageKind.COLLECT, StageKind.VALIDATE, StageKind.TRAIN, StageKind.EVALUATE)
 """What can run again, in the order of an iteration."""

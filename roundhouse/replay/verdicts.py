@@ -33,9 +33,8 @@ from roundhouse.rollout.recording import failed_rollout
 from roundhouse.stages.offline import find_datasets
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance, Reference
 from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import Provenance, Reference, Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import FailureKind, Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table
 

@@ -63,9 +63,8 @@ from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError, DataError, RoundhouseError, TooFewSequences
 from roundhouse.imports import load_class
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, skip_of
-from roundhouse.store.stage import StageKind, read_table
+from roundhouse.store.stage import Reference, StageKind, read_table
 from roundhouse.trajectories.records import Rollout, Status, derive_seed, groups_with_spread
 
 TaskHistory = Mapping[str, Sequence[Sequence[float]]]

@@ -33,9 +33,8 @@ from roundhouse.errors import StoreError
 from roundhouse.simulation.comparison import BESIDE, NEEDED, recorded_iterations, recorded_scenario
 from roundhouse.simulation.run import simulate
 from roundhouse.stages.report import iteration_manifests
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_table
+from roundhouse.store.stage import Manifest, StageKind, read_table
 from roundhouse.trajectories.records import Status
 
 ITERATIONS = 60

@@ -25,9 +25,8 @@ import pyarrow as pa
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.stages.report import iteration_manifests
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_table
+from roundhouse.store.stage import Manifest, StageKind, read_table
 
 LAST = 3
 """Iterations that are looked at."""

@@ -30,8 +30,8 @@ from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files
 from roundhouse.stages.validate import DecodedText
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Reference, sha256
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Reference, sha256
 from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from roundhouse.errors import DataError, StoreError
 from roundhouse.health.policy import code_of, kind_of
 from roundhouse.store.directories import take_over, upload_model
-from roundhouse.store.manifest import MANIFEST, WEIGHTS_DIGEST, ModelFiles, Reference, faults_of
 from roundhouse.store.run import SKIPPED, Run, Skip, promoted_version, questioned_versions, skip_of, trained_since_state
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import MANIFEST, WEIGHTS_DIGEST, ModelFiles, Reference, StageKind, faults_of, read_manifest
 from roundhouse.weight_sync.tensor_files import digest_of
 
 

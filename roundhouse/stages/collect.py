@@ -28,9 +28,8 @@ from roundhouse.rollout.plan import RolloutSpec, Sampled, WeightedTasks, iterati
 from roundhouse.rollout.recording import Branched, branched_groups, plan_branches
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, StageKind, read_table
+from roundhouse.store.stage import Reference, Stage, StageKind, read_table
 from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables
 

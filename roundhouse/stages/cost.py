@@ -34,9 +34,8 @@ from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 from roundhouse.store.lease import all_drivers
 from roundhouse.store.lineage import IDENTITY
 from roundhouse.store.location import AlreadyExists, Location, NotFound
-from roundhouse.store.manifest import Manifest, Reference, current_names
 from roundhouse.store.run import SKIPPED, Run
-from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import Manifest, Reference, Stage, StageKind, current_names, read_manifest, read_table
 from roundhouse.trajectories.records import LedgerError
 
 HOUR = 3600.0

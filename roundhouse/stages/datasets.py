@@ -21,9 +21,8 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.store.lineage import FIXED_BY_CHECKPOINT
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Reference
 from roundhouse.store.run import Run, load_run, open_run, run_exists
-from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.store.stage import MANIFEST, Reference, Stage, StageKind, read_manifest
 
 DAY = 86400.0
 _MOMENT = re.compile(r"(?P<stamp>\d{8}T\d{6}Z)-v(?P<version>\d{6,})")

@@ -28,9 +28,8 @@ from roundhouse.generation.deployment import counted_at
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import Progress
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Ledger, Rollout, pass_at_k
 
 EVALUATION_SEED = 7

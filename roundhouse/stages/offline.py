@@ -35,9 +35,17 @@ from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
 from roundhouse.stages.validate import rows_of_groups, validate_groups, vocabulary_size
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Manifest, Reference, model_location, sha256
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import (
+    Manifest,
+    Reference,
+    Stage,
+    StageKind,
+    model_location,
+    read_manifest,
+    read_table,
+    sha256,
+)
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.records import derive_seed, prove_counted
 from roundhouse.trajectories.schemas import rollouts_from_tables

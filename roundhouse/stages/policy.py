@@ -21,8 +21,8 @@ from roundhouse.store import lease
 from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles, Reference, model_location
 from roundhouse.store.run import Run, load_run, trained_since_state
+from roundhouse.store.stage import ModelFiles, Reference, model_location
 
 
 def starting_policy(run: Run) -> Reference:

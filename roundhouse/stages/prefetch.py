@@ -27,9 +27,8 @@ from roundhouse.errors import StoreError
 from roundhouse.launch.base import Stopped
 from roundhouse.rollout.plan import RolloutSpec, Sampled
 from roundhouse.stages.refit import ensure_version, refit_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import Reference, StageKind, read_manifest
 from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 

@@ -41,8 +41,8 @@ from roundhouse.rollout.plan import build_curriculum
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
+from roundhouse.store.stage import MANIFEST, model_location
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from roundhouse.errors import StoreError
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.evaluate import Rewards, paired_difference, rewards_by_task
 from roundhouse.store.location import AlreadyExists, NotFound
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import APPROVALS, Run, point_to_promoted, promoted_version
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import Reference, StageKind, read_manifest
 
 STAGE = "approval"
 

@@ -38,9 +38,8 @@ from roundhouse.infra.services import state_directory, status
 from roundhouse.rollout.clients import first_question
 from roundhouse.stages.policy import starting_policy, write_untrained
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import WEIGHTS_DIGEST, Reference, sha256
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, read_file, read_manifest
+from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, StageKind, read_file, read_manifest, sha256
 from roundhouse.weight_sync.base import RunCheckpoint, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport, proof_of, require_agreement

@@ -23,9 +23,8 @@ from roundhouse.health.errors import MISMATCH, REMEMBERED, WATCHED, Alert, Metri
 from roundhouse.stages.cost import iteration_cost, iteration_judges, run_totals, totals_after
 from roundhouse.stages.evaluate import set_of, stage_of
 from roundhouse.store.location import waiting
-from roundhouse.store.manifest import Manifest, Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind, parse_parquet, read_file, read_manifest
+from roundhouse.store.stage import Manifest, Reference, StageKind, parse_parquet, read_file, read_manifest
 from roundhouse.trajectories.records import Rollout, conversation_lines
 from roundhouse.trajectories.schemas import rollouts_from_tables
 

@@ -47,9 +47,17 @@ from roundhouse.stages.refit import place_near_engine, put_to_sleep
 from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.store.directories import StoredModel, checkpoint_cache
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import WEIGHTS_DIGEST, ModelFiles, Reference, model_location
 from roundhouse.store.run import TRAINER, Run, trained_since_state
-from roundhouse.store.stage import Attempt, StageKind, read_manifest, read_table
+from roundhouse.store.stage import (
+    WEIGHTS_DIGEST,
+    Attempt,
+    ModelFiles,
+    Reference,
+    StageKind,
+    model_location,
+    read_manifest,
+    read_table,
+)
 from roundhouse.trajectories.records import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
 

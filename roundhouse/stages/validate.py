@@ -25,9 +25,8 @@ from roundhouse.errors import ConfigError, DataError, StoreError, TooFewSequence
 from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
 from roundhouse.rollout.responses import assistant_items
 from roundhouse.stages.refit import engine_files
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import Reference, Stage, StageKind, model_location, read_manifest, read_table
 from roundhouse.trajectories.records import Refusal, Rollout, prove_counted, rollout_waste
 from roundhouse.trajectories.schemas import FEWEST_TOKENS, computed_log_probs, rollouts_from_tables
 from roundhouse.trajectories.token_breaks import Decode, TokenBreak

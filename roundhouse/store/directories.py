@@ -36,8 +36,7 @@ from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.store import disk
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import FileEntry, Manifest, ModelFiles, Reference, faults_of, model_location
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import FileEntry, Manifest, ModelFiles, Reference, faults_of, model_location, read_manifest
 
 DIGESTS = "digests.json"
 """Beside files that were hashed as they were written, until they are uploaded; no part of a checkpoint."""

@@ -30,8 +30,7 @@ from roundhouse.config.renamed import translated
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store.directories import take_over
 from roundhouse.store.location import AlreadyExists, Location, NotFound
-from roundhouse.store.manifest import MANIFEST, ModelFiles, Reference
-from roundhouse.store.stage import Stage, StageKind, read_manifest
+from roundhouse.store.stage import MANIFEST, ModelFiles, Reference, Stage, StageKind, read_manifest
 
 if TYPE_CHECKING:
     from roundhouse.store.run import Run

@@ -38,8 +38,7 @@ from roundhouse.store.lineage import (
     refuse_unloadable,
 )
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Attempt, Stage, StageKind, read_manifest
+from roundhouse.store.stage import Attempt, Provenance, Reference, Stage, StageKind, read_manifest
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from roundhouse.errors import StoreError
 from roundhouse.store.disk import is_temporary
 from roundhouse.store.lineage import IDENTITY, read_identity
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, faults_of
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import MANIFEST, FileEntry, Manifest, Reference, StageKind, faults_of, read_manifest
 
 Faults = Callable[[Location, Manifest], Iterable[str]]
 """What is wrong with a stage beyond its bytes, in words."""

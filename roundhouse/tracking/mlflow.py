@@ -23,9 +23,8 @@ from roundhouse.config.secrets import masked_text
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_manifests, iteration_metrics
 from roundhouse.store.location import NotFound
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Manifest, StageKind
 from roundhouse.tracking.traces import UID_TAG, TraceWriter, delete_versions, follow_store, register_checkpoint
 from roundhouse.trajectories.records import as_markdown
 

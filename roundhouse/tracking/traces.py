@@ -25,9 +25,8 @@ from typing import Any
 
 from roundhouse.stages.promotion import answer_to
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run, promoted_version
-from roundhouse.store.stage import StageKind, read_manifest
+from roundhouse.store.stage import StageKind, model_location, read_manifest
 from roundhouse.trajectories.records import Rollout, Status, Turn, item_text
 
 ROLLOUT_TAG = "roundhouse.rollout"

@@ -37,7 +37,7 @@ with gc_paused():
     from roundhouse.errors import ConfigError, DataError
     from roundhouse.store.directories import ModelSource
     from roundhouse.store.location import Location
-    from roundhouse.store.manifest import ModelFiles
+    from roundhouse.store.stage import ModelFiles
     from roundhouse.training.algorithms import (
         Algorithm,
         AlgorithmInputs,

@@ -57,8 +57,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Manifest
-from roundhouse.store.stage import StageKind, parse_parquet, read_manifest
+from roundhouse.store.stage import Manifest, StageKind, parse_parquet, read_manifest
 
 
 class Status(StrEnum):

@@ -22,8 +22,7 @@ from typing import Any, Literal
 from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.manifest import MANIFEST, Manifest, current_names, model_location
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import MANIFEST, Manifest, StageKind, current_names, model_location
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""

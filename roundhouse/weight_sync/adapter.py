@@ -17,8 +17,7 @@ from typing import Any
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import DataError
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import model_location, read_manifest
 from roundhouse.weight_sync.base import (
     FetchRequest,
     Published,

@@ -30,13 +30,13 @@ from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
 from roundhouse.imports import load_class
-from roundhouse.store.manifest import WEIGHTS_DIGEST
+from roundhouse.store.stage import WEIGHTS_DIGEST
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import InflightRequests
     from roundhouse.config.models import RunConfig
-    from roundhouse.store.manifest import Reference
     from roundhouse.store.run import Run
+    from roundhouse.store.stage import Reference
     from roundhouse.weight_sync.cache import CacheEntry, NodeCache
     from roundhouse.weight_sync.replica_state import ReplicaReport
 

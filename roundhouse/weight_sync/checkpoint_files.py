@@ -25,7 +25,7 @@ from pathlib import Path
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.directories import DIGESTS, FileDigests, local_directory
 from roundhouse.store.location import Location, NotFound, file_digest
-from roundhouse.store.manifest import (
+from roundhouse.store.stage import (
     MANIFEST,
     WEIGHTS_DIGEST,
     FileEntry,
@@ -33,8 +33,8 @@ from roundhouse.store.manifest import (
     Reference,
     is_as_written,
     model_location,
+    read_manifest,
 )
-from roundhouse.store.stage import read_manifest
 from roundhouse.weight_sync.cache import CacheEntry, NodeCache, entry_key, private_directory
 from roundhouse.weight_sync.tensor_files import digest_of_tensors, needs_retyping, retype, tensor_digests, weight_files
 

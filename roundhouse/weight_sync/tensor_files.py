@@ -37,7 +37,7 @@ from roundhouse.errors import DataError
 from roundhouse.store import disk
 from roundhouse.store.directories import DIGESTS, FileDigests
 from roundhouse.store.disk import CHUNK_BYTES
-from roundhouse.store.manifest import DIGEST_THREADS, FileEntry
+from roundhouse.store.stage import DIGEST_THREADS, FileEntry
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,8 @@ import pytest
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.trajectories.records import Rollout, Status, item_text
 from tests.asynchrony.place import SECONDS, Place
 from tests.chaos.stand import Server

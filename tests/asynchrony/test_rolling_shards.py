@@ -30,9 +30,8 @@ from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import prefetch_rollouts
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.store.verification import verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT

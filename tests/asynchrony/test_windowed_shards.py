@@ -14,9 +14,8 @@ from roundhouse.collection.collector import written_rollouts
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.prefetch import collect_chosen
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.test_rolling_shards import (

@@ -29,7 +29,7 @@ from roundhouse.config.models import CalculatorEnvironment, WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
-from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.stage import MANIFEST
 from tests.chaos.nursery import Child, Nursery
 from tests.chaos.strikes import PLAN_VARIABLE
 

@@ -18,9 +18,8 @@ import yaml
 
 from roundhouse.infra import services
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import MANIFEST, model_location
 from roundhouse.store.run import load_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import MANIFEST, model_location, read_manifest
 from roundhouse.store.verification import verify
 from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, stand

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from flows import controls
-from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import MANIFEST, read_manifest
 from tests.flows.served import Served, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]

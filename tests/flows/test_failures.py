@@ -22,8 +22,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run, skip_of
+from roundhouse.store.stage import Reference
 from tasks.health import heartbeat, reporter_of
 from tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained

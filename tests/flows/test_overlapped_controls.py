@@ -15,7 +15,7 @@ from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.stages.collect import read_rollouts
-from roundhouse.store.manifest import MANIFEST
+from roundhouse.store.stage import MANIFEST
 from tests.flows.served import Served, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

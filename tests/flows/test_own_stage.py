@@ -14,9 +14,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.imports import load_class
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.report import iteration_manifests, iteration_metrics, iteration_page
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.stages.test_checkpoint import model_directory, trained
 

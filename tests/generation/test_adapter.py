@@ -18,8 +18,8 @@ from roundhouse.config.training import LoraConfig
 from roundhouse.generation import deployment
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import open_run
+from roundhouse.store.stage import Reference
 from roundhouse.training.trainer import Trainer
 from roundhouse.weight_sync.replica_state import (
     TOLERANCE,

@@ -21,9 +21,8 @@ from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.trajectories.records import Status
 from roundhouse.trajectories.validation import validate
 from tests.generation.foreign_servers import FakeSGLang, PlainServer

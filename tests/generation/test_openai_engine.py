@@ -34,9 +34,8 @@ from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import model_location, read_manifest, read_table
 from tests.generation.completions_server import completions_server
 from tests.gym.playground import serving
 from tests.training.service.serving import free_port

@@ -28,9 +28,8 @@ from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import WEIGHTS_DIGEST, Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import StageKind, read_manifest, read_table
+from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, StageKind, read_manifest, read_table
 from roundhouse.training.layers import PACKED
 from roundhouse.training.service.engine import TrainEngine
 

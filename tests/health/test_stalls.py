@@ -20,8 +20,8 @@ from roundhouse.environments.base import Environment
 from roundhouse.errors import InfraError
 from roundhouse.launch.subprocesses import ChildProcess
 from roundhouse.stages.collect import collect_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from roundhouse.training.service.job_entry import error_of
 from tests.stages.scripted_engine import ScriptedEngine
 from tests.stages.test_collect import engine  # noqa: F401 - a fixture

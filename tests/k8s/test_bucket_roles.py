@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance
-from roundhouse.store.stage import WRITERS, Stage
+from roundhouse.store.stage import WRITERS, Provenance, Stage
 from tests.k8s.validation import ROOT
 
 OVERLAY = ROOT / "k8s/overlays/gpu"

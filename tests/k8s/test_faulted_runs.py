@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from roundhouse.store.manifest import Manifest
 from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Manifest, read_manifest
 from tests.chaos.nursery import Child
 from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand as Machine

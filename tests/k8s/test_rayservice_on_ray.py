@@ -17,8 +17,7 @@ from roundhouse.errors import DeploymentFailed
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance
-from roundhouse.store.stage import Stage
+from roundhouse.store.stage import Provenance, Stage
 from tests.generation import tiny
 from tests.generation.cluster import ray_head
 from tests.k8s.kuberay import Operator, RealServe, install_crd

@@ -18,9 +18,8 @@ from roundhouse.infra.kubernetes import stage_jobs
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, model_location, read_manifest
 from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
 from tests.stages.test_train import checkpoint_digests, make_run, sequences

@@ -16,8 +16,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.policy.tokenizer import TURN_END, train_tokenizer
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from roundhouse.trajectories.records import FailureKind, Ledger, Rollout, Status, Turn, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from roundhouse.trajectories.validation import validate

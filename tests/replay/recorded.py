@@ -19,9 +19,8 @@ from roundhouse.environments.generated import GeneratedEnvironment
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Ledger, Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config

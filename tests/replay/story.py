@@ -14,8 +14,8 @@ import torch
 from roundhouse.replay.rollouts import judge_one
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.conversation import Conversation
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
+from roundhouse.store.stage import Reference
 from roundhouse.trajectories.records import Rollout
 from tests.replay.trained import trained_run
 from tests.stages import offline_world

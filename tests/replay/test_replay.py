@@ -16,9 +16,8 @@ from roundhouse.replay.stages import read_comparison, replay, substituted_config
 from roundhouse.stages.datasets import retain_versions
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run
-from roundhouse.store.stage import Stage, read_manifest, read_table
+from roundhouse.store.stage import Stage, model_location, read_manifest, read_table
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer

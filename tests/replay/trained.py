@@ -13,9 +13,8 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Ledger, Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.stages import offline_world

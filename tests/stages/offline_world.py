@@ -26,8 +26,8 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import log_probs_under, train_iteration
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference, model_location
 from roundhouse.trajectories.records import Ledger, Rollout, Status, Turn, derive_seed, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 

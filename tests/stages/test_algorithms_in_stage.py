@@ -15,9 +15,8 @@ from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.directories import local_directory
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, read_manifest
 from tests.stages.test_train import sequences, weights_digest
 
 

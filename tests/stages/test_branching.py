@@ -28,9 +28,8 @@ from roundhouse.stages.collect import collect_dataset, collect_iteration, read_r
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.algorithms.built_in import GroupRelative

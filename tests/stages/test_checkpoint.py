@@ -10,9 +10,8 @@ from roundhouse.stages.checkpoint import publish, publish_starting_policy, retai
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.store.directories import local_directory, upload_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import FileEntry, Reference, model_location, sha256
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import FileEntry, Reference, model_location, read_manifest, sha256
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint

@@ -19,9 +19,8 @@ from roundhouse.store.directories import (
     upload_model,
 )
 from roundhouse.store.location import Location, file_digest
-from roundhouse.store.manifest import WEIGHTS_DIGEST, Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync import checkpoint_files
 from roundhouse.weight_sync.base import fetch_weights

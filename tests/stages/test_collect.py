@@ -20,9 +20,8 @@ from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.report import reaches_target
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.trajectories.records import Status
 from tests.generation.tiny import make_model
 from tests.stages.scripted_engine import ScriptedEngine

@@ -15,8 +15,8 @@ from roundhouse.stages.datasets import (
     retain_versions,
     version_for,
 )
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 
 NIGHT = TaskDraw.of_moment(datetime(2026, 11, 21, 2, tzinfo=UTC))
 NEXT_NIGHT = TaskDraw.of_moment(datetime(2026, 11, 22, 2, tzinfo=UTC))

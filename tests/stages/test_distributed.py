@@ -30,9 +30,8 @@ from roundhouse.stages.collect import collect_dataset, collect_iteration, read_r
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import WRITERS, read_manifest
+from roundhouse.store.stage import WRITERS, Reference, read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT

@@ -18,9 +18,8 @@ from roundhouse.stages.collect import collect_dataset, collect_iteration, read_r
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_part, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_part, read_table
 from roundhouse.trajectories.records import Rollout, Status, groups_with_spread
 from tests.stages.scripted_engine import ScriptedEngine
 

@@ -17,9 +17,8 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.report import summarize
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import Run, load_run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import model_location, read_manifest
 from roundhouse.store.verification import collect_garbage, find_garbage, verify
 from tests.stages import test_train
 from tests.stages.test_checkpoint import model_directory, trained

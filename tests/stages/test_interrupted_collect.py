@@ -23,9 +23,8 @@ from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_part
+from roundhouse.store.stage import Reference, read_manifest, read_part
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import derive_seed

@@ -27,9 +27,8 @@ from roundhouse.stages.freshness import StaleData, importance_of, kish
 from roundhouse.stages.offline import age_of, batch_at, batch_of, batches_of_an_epoch, with_iterations
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_table
 from tests.stages.offline_world import chance_of_low, collect, make_config, train_to_the_end
 
 GROUPS = 8

@@ -17,9 +17,8 @@ from roundhouse.stages import train as stage
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.server import build_app
 from roundhouse.training.service.verbs import Gradient, ValueBatch

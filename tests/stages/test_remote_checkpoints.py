@@ -28,9 +28,8 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.directories import StoredModel
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.protocol import StoreCheckpoint
 from tests.stages.test_train import checkpoint_digests, make_run, sequences

@@ -26,9 +26,8 @@ from roundhouse.stages.refit import engine_files
 from roundhouse.stages.train import step_program, train_iteration
 from roundhouse.stages.validate import vocabulary_size
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference, model_location
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, model_location, read_manifest, read_table
 from roundhouse.training.service import one_shot
 from roundhouse.training.service.job_entry import error_of, exit_code, read_error
 from roundhouse.training.service.one_shot import StepSpec

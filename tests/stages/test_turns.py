@@ -30,9 +30,8 @@ from roundhouse.stages.refit import awake_at_end, engine_at, engine_service, ref
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.weight_sync.replica_state import ReplicaReport
 from tests.generation.test_standalone import engine_process
 

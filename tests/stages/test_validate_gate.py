@@ -29,9 +29,8 @@ from roundhouse.stages.refit import engine_files
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import local_directory
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import Stage, read_manifest, read_table
+from roundhouse.store.stage import Reference, Stage, read_manifest, read_table
 from roundhouse.trajectories.records import Ledger, Rollout, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.collecting import collect

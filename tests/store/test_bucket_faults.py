@@ -21,9 +21,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.bucket import PAUSES, StoreUnavailable
 from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
-from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_table
+from roundhouse.store.stage import MANIFEST, read_table
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint

@@ -19,9 +19,8 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.store import disk
 from roundhouse.store.directories import local_directory
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import MANIFEST, FileEntry, Manifest, Reference, sha256
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest, read_table
+from roundhouse.store.stage import MANIFEST, FileEntry, Manifest, Reference, read_manifest, read_table, sha256
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync.replica_state import later_than
 

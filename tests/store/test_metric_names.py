@@ -6,9 +6,8 @@ from pathlib import Path
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.cost import run_totals
-from roundhouse.store.manifest import RENAMED_METRICS, current_names
 from roundhouse.store.run import open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import RENAMED_METRICS, current_names, read_manifest
 from roundhouse.tracking.catalogue import meaning_of
 
 

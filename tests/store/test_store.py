@@ -14,9 +14,8 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.report import report_iteration
 from roundhouse.store import location
 from roundhouse.store.location import AlreadyExists, Location, NotFound
-from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, load_run, open_run
-from roundhouse.store.stage import read_file, read_manifest, read_table
+from roundhouse.store.stage import MANIFEST, read_file, read_manifest, read_table
 
 TABLE = pa.table({"id": [1, 2, 3], "tokens": [[1], [2, 3], []]})
 

@@ -14,9 +14,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_part
+from roundhouse.store.stage import Reference, read_part
 from roundhouse.trajectories.records import Status
 from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_table, turns_table
 from tests.stages.scripted_engine import ScriptedEngine

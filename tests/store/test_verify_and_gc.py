@@ -11,9 +11,8 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import MANIFEST
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_table
+from roundhouse.store.stage import MANIFEST, read_table
 from roundhouse.store.verification import CUT_OFF_SECONDS, collect_garbage, find_garbage, verify
 
 TABLE = pa.table({"id": [1, 2, 3]})

@@ -12,9 +12,8 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.train import train_iteration
 from roundhouse.stages.validate import validate_iteration
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_table
+from roundhouse.store.stage import Reference, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import (
     FailureKind,

@@ -11,8 +11,7 @@ import s3fs
 from roundhouse.errors import StoreError
 from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import FileEntry, Provenance, Reference, model_location
-from roundhouse.store.stage import Stage
+from roundhouse.store.stage import FileEntry, Provenance, Reference, Stage, model_location
 from roundhouse.weight_sync.checkpoint_files import CheckpointCache, content_key
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "trainer/optimizer.safetensors": b"o" * 9000}

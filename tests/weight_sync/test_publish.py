@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, DeploymentFailed
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run, open_run
+from roundhouse.store.stage import Reference
 from roundhouse.weight_sync.base import FetchedWeights, Published, RunCheckpoint, fetch_weights, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.replica_state import ReplicaReport, require_agreement

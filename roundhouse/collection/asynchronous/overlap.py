@@ -25,9 +25,8 @@ from roundhouse.collection.runner import ENGINE, LOOK_SECONDS
 from roundhouse.config.operations import stall_seconds
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import DataError, InfraError, TooFewRollouts
-from roundhouse.store.manifest import Reference
 from roundhouse.store.run import Run
-from roundhouse.store.stage import StageKind
+from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Rollout
 
 

@@ -25,7 +25,7 @@ from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolic
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
+from roundhouse.store.stage import model_location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

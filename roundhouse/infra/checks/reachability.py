@@ -40,7 +40,7 @@ from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model
 from roundhouse.rollout.clients import first_question
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.store.location import AlreadyExists, Location
-from roundhouse.store.manifest import model_location
+from roundhouse.store.stage import model_location
 
 STORE_SECONDS = 15.0
 

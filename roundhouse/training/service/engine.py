@@ -22,7 +22,7 @@ from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles
+from roundhouse.store.stage import ModelFiles
 from roundhouse.training.checkpoint import (
     CRITIC_DIRECTORY,
     TRAINER_DIRECTORY,

@@ -33,8 +33,7 @@ with gc_paused():
     from roundhouse.logs import set_up_observability
     from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
     from roundhouse.store.location import Location, NotFound
-    from roundhouse.store.manifest import ModelFiles, Reference
-    from roundhouse.store.stage import parse_parquet, read_table
+    from roundhouse.store.stage import ModelFiles, Reference, parse_parquet, read_table
     from roundhouse.training.batch import TrainingSequences
     from roundhouse.training.checkpoint import TRAINER_DIRECTORY
     from roundhouse.training.parallel import TIMEOUT, Ranks, join, leave

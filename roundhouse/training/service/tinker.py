@@ -44,7 +44,7 @@ from roundhouse.config.models import OptimizerConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles
+from roundhouse.store.stage import ModelFiles
 from roundhouse.training.algorithms import LossSettings
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
 from roundhouse.training.loss import borne_out

@@ -28,7 +28,7 @@ import numpy as np
 from roundhouse.errors import DataError
 from roundhouse.store.directories import ModelSource
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles
+from roundhouse.store.stage import ModelFiles
 from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor

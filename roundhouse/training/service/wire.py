@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.store.directories import ModelSource, StoredModel
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import ModelFiles
+from roundhouse.store.stage import ModelFiles
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch

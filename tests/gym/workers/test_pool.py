@@ -12,8 +12,7 @@ import torch
 from roundhouse.compat.nexrl import Batch, TrajectoryPool, read_trajectories
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance
-from roundhouse.store.stage import Stage
+from roundhouse.store.stage import Provenance, Stage
 from roundhouse.trajectories.schemas import SEQUENCES
 
 

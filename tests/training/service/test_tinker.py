@@ -23,9 +23,8 @@ from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import model_location
 from roundhouse.store.run import open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import model_location, read_manifest
 from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService, facts_of, read_pointer
 from roundhouse.training.trainer import Trainer
 from tests.stages.offline_world import collect, make_config, train_to_the_end

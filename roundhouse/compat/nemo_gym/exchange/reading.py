@@ -59,8 +59,7 @@ from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics, li
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
-from roundhouse.store.manifest import Provenance, Reference
-from roundhouse.store.stage import Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import Provenance, Reference, Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
 
