@@ -90,6 +90,8 @@ _ended = 0.0
 """Seconds of threads that have left the block."""
 _at_work: dict[int, tuple[int | None, float]] = {}
 """By thread within the block: its clock, and what this said at the beginning."""
+_helped: dict[int, float] = {}
+"""By thread within the block: seconds of threads that have worked for it."""
 
 
 @contextmanager
@@ -109,12 +111,30 @@ def attribute_to_this_stage() -> Iterator[None]:
     finally:
         with _lock:
             del _at_work[thread]
+            _helped.pop(thread, None)
             _ended += time.thread_time() - began
+
+
+@contextmanager
+def attribute_to_stage_of(other: int) -> Iterator[None]:
+    """This thread works for another one (`threading.get_ident`). Where that is within the block above, it has this thread's
+    seconds, once this thread has left this block; elsewhere the process has them, as without it."""
+    if other not in _at_work:
+        yield
+        return
+    began = time.thread_time()
+    try:
+        with attribute_to_this_stage():
+            yield
+    finally:
+        with _lock:
+            _helped[other] = _helped.get(other, 0.0) + time.thread_time() - began
 
 
 def clock() -> Clock:
     """What measures a stage that this thread begins."""
-    return time.thread_time if threading.get_ident() in _at_work else process_seconds
+    thread = threading.get_ident()
+    return (lambda: time.thread_time() + _helped.get(thread, 0.0)) if thread in _at_work else process_seconds
 
 
 def process_seconds() -> float:

@@ -106,6 +106,10 @@ class CheckpointConfig(Section):
     """Versions divisible by this, and the last, hold the optimizer's state, which is twice the size of the weights; the others
     hold the weights alone. A resume from one of them trains the iterations since the newest state again, from their stored
     sequences, and must arrive at the recorded weights."""
+    optimizer_beside_mib: Annotated[int, Field(ge=0)] | None = 64
+    """From this size of a version's weights on (MiB), a version is published before its optimizer's state is written, which
+    happens beside the next refit and collection. A run that is killed meanwhile trains that iteration again, as with
+    `optimizer_every`. Only where training is reproducible: not on GPUs. null: each state is written before its version."""
 
 
 class ResumeConfig(Section):

@@ -21,7 +21,7 @@ from roundhouse.store import lease
 from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
-from roundhouse.store.run import Run, load_run, trained_since_state
+from roundhouse.store.run import Run, load_run, state_of, trained_since_state
 from roundhouse.store.stage import ModelFiles, Reference, model_location
 
 
@@ -70,8 +70,10 @@ def starting_policy(run: Run) -> Reference:
 def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: str) -> ModelFiles:
     """Take the parent's version over; the trainer's state of one that was published without it is made again, by the parent's
     configuration from the parent's sequences (`checkpoint.optimizer_every`)."""
-    if not trained_since_state(origin)[1]:
-        return take_over(origin, location, attempt)
+    holder, since = trained_since_state(origin)
+    if not since:
+        state = state_of(holder)
+        return take_over(origin, location, attempt, None if state == origin else state)
     from roundhouse.stages.train import write_with_optimizer
 
     assert fork.parent is not None, "only a fork adopts"

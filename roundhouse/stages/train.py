@@ -5,8 +5,10 @@ Invariant: where the step runs (`train.service`) does not change what it writes.
 A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
 holds is then exactly what the input checkpoint holds, verified by the digest of its weights. A fresh process loads the
 checkpoint and continues bit for bit. Where it holds memory in turns with the engine (`placement`), it is given back with each
-step. With `kind: process` each step is a process that begins from the store; on
-`infra.kind: kubernetes` it is a Job.
+step. With `kind: process` each step is a process that begins from the store; on `infra.kind: kubernetes` it is a Job.
+
+A trainer that stays may write its state after its version was published, beside the next refit and collection (`_StateWriter`).
+Nothing changes it before that state is complete, and a start that lacks the state makes it again from the version before.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from typing import TYPE_CHECKING
 import pyarrow.compute as pc
 
 from roundhouse.activity import announce
+from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import engine_sleeps, trainer_makes_room
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
-from roundhouse.cpu import take_seconds
+from roundhouse.cpu import attribute_to_this_stage, clock, take_seconds
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import reference_version
@@ -47,7 +50,7 @@ from roundhouse.stages.refit import place_near_engine, put_to_sleep
 from roundhouse.stages.validate import mismatched, refuse_mismatched, tolerance_of
 from roundhouse.store.directories import StoredModel, checkpoint_cache
 from roundhouse.store.location import Location
-from roundhouse.store.run import TRAINER, Run, trained_since_state
+from roundhouse.store.run import TRAINER, Run, state_of, trained_since_state
 from roundhouse.store.stage import (
     WEIGHTS_DIGEST,
     Attempt,
@@ -96,6 +99,9 @@ def train_iteration(
     recorded = read_table(sequences, "sequences")
     prove_trainable(sequences.counts, recorded)
     attempt = run.begin(stage, policy_version=base.policy_version)
+    began = time.monotonic()
+    attempt.charge(wait_for_state())
+    waited = time.monotonic() - began
     with _turn(run, base) as asleep:
         if isinstance(run.config.train.service, ProcessService):
             result, columns = _in_process(run, iteration, sequences, base, cache, say, attempt.name)
@@ -106,7 +112,7 @@ def train_iteration(
     drifted = _offline_drift(run, iteration, recorded, columns)
     compute = result.seconds["total"]
     attempt.charge(take_seconds(StageKind.TRAIN))
-    return attempt.commit(
+    update = attempt.commit(
         inputs={"sequences": sequences, "base": base},
         counts={"sequences": result.sequences},
         metrics={
@@ -114,6 +120,7 @@ def train_iteration(
             **drifted,
             **(staleness_metrics(recorded, columns, base.policy_version) if run.config.asynchrony.staleness else {}),
             "time/compute": compute,
+            "train/state_wait_seconds": waited,
             "train/checkpoint_bytes": float(sum(entry.size for entry in result.checkpoint.files)),
             "waste/untrained_tokens": untrained_tokens(recorded, columns),
         },
@@ -122,6 +129,68 @@ def train_iteration(
             "asleep": [{"id": one.replica_id, "placement_group": one.placement_group} for one in asleep],
         },
     )
+    if has_optimizer(run, iteration) and not result.checkpoint.holds(TRAINER):
+        _writing.append(_StateWriter(run, update, _resident[_key(run, iteration, result.checkpoint)]))
+    return update
+
+
+class _StateWriter:
+    """Writes the state of the trainer that made a version, in a thread of its own. What would change the trainer waits."""
+
+    def __init__(self, run: Run, update: Reference, trainer: Trainer) -> None:
+        self._run, self._update, self._trainer = run, update, trainer
+        self.error: BaseException | None = None
+        self.cpu_seconds = 0.0
+        self.thread = threading.Thread(target=self._write, name="trainer state", daemon=True)
+        self.thread.start()
+
+    def _write(self) -> None:
+        run, version = self._run, self._update.iteration
+        with attribute_to_this_stage():
+            seconds = clock()
+            began = seconds()
+            try:
+                attempt = run.begin(run.trainer_state(version), policy_version=version)
+                written = self._trainer.store(attempt.stage.location, attempt.name, weights=False)
+                for entry in written.files:
+                    attempt.adopt(entry)
+                attempt.commit(inputs={"train": self._update}, directory=written.directory)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait_for_state`
+                self.error = error
+            self.cpu_seconds = seconds() - began
+
+
+_writing: list[_StateWriter] = []
+"""At most one."""
+
+
+def wait_for_state() -> float:
+    """Return when no state is being written any more; the CPU seconds that the writing took.
+
+    Raises:
+        RoundhouseError: it could not be written, and the trainer is given back: what needs the state makes it again.
+    """
+    if not _writing:
+        return 0.0
+    writer = _writing[0]
+    writer.thread.join()
+    _writing.clear()
+    if writer.error is not None:
+        release_trainer()
+        raise writer.error
+    return writer.cpu_seconds
+
+
+@contextmanager
+def state_complete_at_end() -> Iterator[None]:
+    """Behind the block, however it ends, no state is being written any more."""
+    try:
+        yield
+    finally:
+        try:
+            wait_for_state()
+        except Exception as error:  # noqa: BLE001 - what ended the block, if anything did, is the error to be told
+            logger.warning("The trainer's state was not written: %s The next start trains that iteration again.", error)
 
 
 @contextmanager
@@ -219,6 +288,8 @@ def lend_trainer(run: Run, base: Reference) -> None:
 
 def release_trainer() -> None:
     """Give back what is kept between iterations: memory, an actor, a session with a server."""
+    with state_complete_at_end():
+        pass
     for trainer in _resident.values():
         trainer.close()
     _resident.clear()
@@ -237,7 +308,8 @@ def _in_service(
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
         report = trainer.step(batch, iteration, judged)
         began = time.monotonic()
-        written = trainer.store(run.checkpoint(iteration).location, attempt, state=has_optimizer(run, iteration))
+        state = has_optimizer(run, iteration) and not _is_written_beside(run, trainer, iteration, base)
+        written = trainer.store(run.checkpoint(iteration).location, attempt, state=state)
         saved = {"save_seconds": time.monotonic() - began, "retrained_iterations": float(again)}
     except BaseException:
         trainer.close()
@@ -280,6 +352,7 @@ def _in_process(
             train=config.train,
             sequences=sequences,
             base=base,
+            state=None if (state := state_of(base)) == base else state,
             reference=reference_origin(run, base.policy_version),
             critic=critic_origin(run),
             checkpoint=run.checkpoint(iteration).location.uri,
@@ -324,6 +397,18 @@ def has_optimizer(run: Run, version: int) -> bool:
     return version % run.config.checkpoint.optimizer_every == 0 or version == run.config.iterations
 
 
+def _is_written_beside(run: Run, trainer: Trainer, version: int, base: Reference) -> bool:
+    """Whether the trainer's state of a version is written after it was published: where that takes long, the trainer stays as
+    it is until then, and the state can be made again. That of the last version is not: nothing follows to write it beside."""
+    config, least = run.config, run.config.checkpoint.optimizer_beside_mib
+    if least is None or version == config.iterations or config.train.lora is not None:  # an adapter may travel alone
+        return False
+    if engine_sleeps(config) or config.generation.backend in IN_TRAINER or config.train.algorithm.reference_every:
+        return False
+    size = sum(entry.size for entry in read_manifest(base).model_files.weights().values())
+    return size >= least * 2**20 and trainer.learner.service.facts().reproducible
+
+
 def write_with_optimizer(run: Run, version: Reference, place: Location, attempt: str, cache: Path) -> ModelFiles:
     """Write a version that was published without the trainer's state to another checkpoint, with it.
 
@@ -343,6 +428,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     from roundhouse.training.service.verbs import Role
     from roundhouse.training.trainer import Trainer
 
+    wait_for_state()
     key = _key(run, base.policy_version, read_manifest(base).model_files)
     if (kept := _resident.pop(key, None)) is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
@@ -356,13 +442,12 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
     service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
     try:
-        model = StoredModel.of(origin, cache)
-        state = model / TRAINER
+        state = state_of(origin)
         trainer = Trainer.over(
             service,
-            model,
+            StoredModel.of(origin, cache),
             config.train,
-            trainer_state=state if state.is_dir() else None,
+            trainer_state=None if state is None else StoredModel.of(state, cache) / TRAINER,
             reference_dir=reference_model(run, cache, base.policy_version),
             critic_dir=critic_model(run, cache),
             seed=config.seed,

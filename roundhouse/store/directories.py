@@ -292,19 +292,24 @@ def on_this_machine(model: ModelSource, state: ModelSource | None) -> Iterator[t
         yield placed(model), None if state is None else placed(state)
 
 
-def take_over(origin: Reference, location: Location, attempt: str) -> ModelFiles:
+def take_over(origin: Reference, location: Location, attempt: str, state: Reference | None = None) -> ModelFiles:
     """Make the files of a checkpoint those of an attempt at another one.
+
+    Args:
+        state: the stage of the trainer's state, where the checkpoint does not hold it.
 
     Raises:
         StoreError: a file is missing, or can be neither linked nor copied.
     """
-    manifest, source, place = read_manifest(origin), Location(origin.uri), own_place(attempt)
-    theirs, entries = source / manifest.directory if manifest.directory else source, []
-    for name, entry in manifest.model_files.by_name().items():
-        stamp = copy_object(theirs, location / place, name)
-        # A link has its origin's stamp, which tells whether that still is what was committed there; a copy has to be read.
-        kept = stamp if source.is_local and stamp == entry.stamp else None
-        entries.append(entry.model_copy(update={"path": f"{place}/{name}", "stamp": kept}))
+    place, entries = own_place(attempt), []
+    for taken in (origin,) if state is None else (origin, state):
+        manifest, source = read_manifest(taken), Location(taken.uri)
+        theirs = source / manifest.directory if manifest.directory else source
+        for name, entry in manifest.model_files.by_name().items():
+            stamp = copy_object(theirs, location / place, name)
+            # A link has its origin's stamp, which tells whether that still is what was committed there; a copy has to be read.
+            kept = stamp if source.is_local and stamp == entry.stamp else None
+            entries.append(entry.model_copy(update={"path": f"{place}/{name}", "stamp": kept}))
     return ModelFiles(directory=place, files=entries)
 
 

@@ -38,7 +38,7 @@ from roundhouse.store.lineage import (
     refuse_unloadable,
 )
 from roundhouse.store.location import Location, NotFound
-from roundhouse.store.stage import Attempt, Provenance, Reference, Stage, StageKind, read_manifest
+from roundhouse.store.stage import MANIFEST, Attempt, Manifest, Provenance, Reference, Stage, StageKind, read_manifest
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Run:
         """The checkpoint of a policy version."""
         place = self.location / f"checkpoints/{version:06d}"
         return Stage(place, kind=StageKind.CHECKPOINT, run_id=self.run_id, iteration=version)
+
+    def trainer_state(self, version: int) -> Stage:
+        """The trainer's state of a policy version whose checkpoint was published before it was written."""
+        place = self.checkpoint(version).location / STATE
+        return Stage(place, kind=STATE, run_id=self.run_id, iteration=version)
 
     def begin(self, stage: Stage, *, policy_version: int) -> Attempt:
         """Start an attempt at one of this run's stages."""
@@ -321,29 +326,63 @@ def skip_of(run: Run, iteration: int) -> Skip | None:
 
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
+STATE = "state"
+"""Directory and kind of the stage that holds it where the checkpoint does not."""
+
+
+def state_of(checkpoint: Reference) -> Reference | None:
+    """What holds the trainer's state of a version: its checkpoint, or a stage below that was completed later; None so far."""
+    manifest = read_manifest(checkpoint)
+    if manifest.model_files.holds(TRAINER):
+        return checkpoint
+    place = Location(checkpoint.uri) / STATE
+    later = Stage(place, kind=STATE, run_id=manifest.run_id, iteration=manifest.iteration).reference()
+    # of the same training step, not of one that was made again
+    if later is None or read_manifest(later).inputs["train"].digest != manifest.inputs["train"].digest:
+        return None
+    return later
 
 
 def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]:
     """The newest checkpoint up to this one that a trainer continues from, and the sequences of the iterations since, in order.
 
     That checkpoint holds the trainer's state, or is where training began. It is found by lineage: a checkpoint names the train
-    stage that made it, which names its sequences and the checkpoint that it began from. A skipped iteration has none.
+    stage that made it, which names its sequences and the checkpoint that it began from. Of a checkpoint in between that
+    retention deleted, the train stage is still there. A skipped iteration has no sequences.
 
     Raises:
         StoreError: one of them is gone.
     """
     since: list[Reference] = []
     while True:
-        manifest = read_manifest(version)
-        if (
-            any(name.startswith(f"{TRAINER}/") for name in manifest.model_files.by_name())
-            or version.policy_version == 0
-        ):
+        if not Location(version.uri).exists(MANIFEST):
+            train: Manifest | None = _training_of(version)
+        elif version.policy_version == 0 or state_of(version) is not None:
             return version, since[::-1]
-        if (origin := manifest.inputs.get("parent")) is None:
-            train = read_manifest(manifest.inputs["train"]) if "train" in manifest.inputs else None
-            if train is None or (origin := train.inputs.get("base")) is None:
-                return version, since[::-1]
-            if "sequences" in train.inputs:
-                since.append(train.inputs["sequences"])
-        version = origin
+        else:
+            inputs = read_manifest(version).inputs
+            if "parent" in inputs:
+                version = inputs["parent"]
+                continue
+            train = read_manifest(inputs["train"]) if "train" in inputs else None
+        if train is None or "base" not in train.inputs:
+            return version, since[::-1]
+        if "sequences" in train.inputs:
+            since.append(train.inputs["sequences"])
+        version = train.inputs["base"]
+
+
+def _training_of(deleted: Reference) -> Manifest:
+    """The train stage of a version whose checkpoint is gone.
+
+    Raises:
+        StoreError: it is gone, too.
+    """
+    run, k = deleted.uri.rsplit("/checkpoints/", 1)[0], deleted.policy_version
+    place = Location(run) / f"iterations/{k:06d}/{StageKind.TRAIN}"
+    reference = Stage(place, kind=StageKind.TRAIN, run_id="", iteration=k).reference()
+    if reference is None:
+        raise StoreError(
+            f"{deleted.uri} has no {MANIFEST}, and {place.uri} neither: what was trained there is not known."
+        )
+    return read_manifest(reference)

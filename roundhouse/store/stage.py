@@ -113,6 +113,10 @@ class ModelFiles(BaseModel):
         """Those of `by_name` that hold weights of the policy, rather than the trainer's state."""
         return {name: entry for name, entry in self.by_name().items() if is_weights(name)}
 
+    def holds(self, directory: str) -> bool:
+        """Whether a file lies in this directory of the model's."""
+        return any(name.startswith(f"{directory}/") for name in self.by_name())
+
     def details(self) -> dict[str, Any]:
         """They, as the details of the train stage's manifest record them."""
         return {

@@ -214,6 +214,7 @@ def collect_garbage(store: str, garbage: Iterable[Garbage]) -> int:
 
 def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
     stages = {name.removesuffix(MANIFEST) for name in names if name.endswith(f"/{MANIFEST}")}
+    begun = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
     kept: dict[str, set[str]] = {}
     for stage in stages:
         try:
@@ -228,7 +229,9 @@ def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
     for name in names:
         parts = name.split("/")
         above = ("/".join(parts[:depth]) + "/" for depth in range(len(parts) - 1, 0, -1))
-        owner = next((directory for directory in above if directory in stages), None)  # at whatever depth the file lies
+        owner = next(
+            (directory for directory in above if directory in stages | begun), None
+        )  # at whatever depth the file lies
         if owner is None or owner not in kept:
             continue
         file = name.removeprefix(owner)

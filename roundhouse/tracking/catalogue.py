@@ -187,6 +187,13 @@ CATALOGUE = (
                 "train/save_seconds", "(seconds)", "to write them to the store; not of `train.service.kind: process`"
             ),
             Entry(
+                "train/state_wait_seconds",
+                "(seconds)",
+                "before the step, until the trainer's state of the version before was complete "
+                "(`checkpoint.optimizer_beside_mib`)",
+                "0",
+            ),
+            Entry(
                 "train/retrained_iterations",
                 "(count)",
                 "trained again for the optimizer's state that their versions lack (`checkpoint.optimizer_every`)",

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from roundhouse.cpu import attribute_to_stage_of
 from roundhouse.errors import InfraError
 from roundhouse.training.parallel import Ranks, row_pieces
 from roundhouse.weight_sync.tensor_files import (
@@ -159,6 +160,7 @@ class _WriterThread:
         self.writer = writer
         self.error: BaseException | None = None
         self._coming: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=1)
+        self._for = threading.get_ident()
         self._thread = threading.Thread(target=self._write, args=(directory, files), daemon=True)
         self._thread.start()
 
@@ -172,15 +174,16 @@ class _WriterThread:
 
     def _write(self, directory: Path, files: dict[str, list[TensorHeader]]) -> None:
         came = iter(self._coming.get, None)
-        try:
-            if files:
-                directory.mkdir(parents=True, exist_ok=True)
-            for name, headers in files.items():
-                self.writer.write(name, headers, came)
-        except BaseException as error:  # noqa: BLE001 - raised by `save_tensors`, when all ranks know
-            self.error = error
-        for _ in came:
-            pass
+        with attribute_to_stage_of(self._for):
+            try:
+                if files:
+                    directory.mkdir(parents=True, exist_ok=True)
+                for name, headers in files.items():
+                    self.writer.write(name, headers, came)
+            except BaseException as error:  # noqa: BLE001 - raised by `save_tensors`, when all ranks know
+                self.error = error
+            for _ in came:
+                pass
 
 
 def saved_tensors(directory: Path, stem: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -210,10 +210,10 @@ class Trainer:
         logger.info("iteration %d: %d updates in %.2f s", iteration, report.updates, report.seconds["total"])
         return report
 
-    def store(self, place: Location, attempt: str, *, state: bool = True) -> ModelFiles:
+    def store(self, place: Location, attempt: str, *, state: bool = True, weights: bool = True) -> ModelFiles:
         """Write what `save` writes to a checkpoint of the store, from where the weights are (`store_checkpoint`)."""
         self._refuse_after_failure()
-        return self.learner.service.store_checkpoint(place, attempt, self.cursor if state else None)
+        return self.learner.service.store_checkpoint(place, attempt, self.cursor if state else None, weights=weights)
 
     def save(self, directory: Path, *, state: bool = True) -> None:
         """Write the model's Hugging Face directory, and with `state` the trainer's under `trainer/`."""

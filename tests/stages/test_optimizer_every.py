@@ -131,6 +131,16 @@ def test_retention_keeps_the_state_of_a_version_that_it_keeps(tmp_path: Path) ->
     assert retain(run, 6) == [3, 5]
 
 
+def test_a_restart_trains_again_what_versions_that_retention_deleted_had_learnt(full: Run, tmp_path: Path) -> None:
+    run = run_at(tmp_path / "store")
+    train(run, 5)
+    assert retain(run, 5) == [1, 2, 4]
+    stage.release_trainer()
+    train(run, 6)
+    assert files(run, 6) == files(full, 6)
+    assert metric(run, 6, "retrained_iterations") == 2
+
+
 def test_the_last_version_has_its_state_and_a_skipped_iteration_is_not_trained_again(tmp_path: Path) -> None:
     run = run_at(tmp_path / "store", iterations=4)
     train(run, 1)

@@ -112,7 +112,7 @@ class TrainEngine:
 
     def facts(self) -> ModelFacts:
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        return ModelFacts(vocabulary=vocabulary_size(self.model), positions=positions)
+        return ModelFacts(vocabulary_size(self.model), positions, reproducible=self.device.type == "cpu")
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
         with cpu_threads(self.threads):
@@ -161,14 +161,17 @@ class TrainEngine:
         self._drop_gradient(role)
         return Applied(grad_norm=norm)
 
-    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
-        return store_model(lambda directory: self.save_checkpoint(directory, cursor), place, attempt)
+    def store_checkpoint(
+        self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
+    ) -> ModelFiles:
+        return store_model(lambda directory: self.save_checkpoint(directory, cursor, weights=weights), place, attempt)
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None, *, weights: bool = True) -> None:
         directory = Path(
             self.ranks.gather(str(directory))[0]
         )  # ranks of a program a step have a scratch directory each
-        save_model(self.model, self._side_files, directory, self.ranks)
+        if weights:
+            save_model(self.model, self._side_files, directory, self.ranks)
         if cursor is not None:
             state = directory / TRAINER_DIRECTORY
             state.mkdir(exist_ok=True)

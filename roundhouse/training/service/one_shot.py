@@ -62,6 +62,8 @@ class StepSpec(BaseModel):
     """The validate stage, complete."""
     base: Reference
     """Checkpoint of the version before."""
+    state: Reference | None = None
+    """Stage that holds its trainer's state. Unset: the checkpoint does, or there is none."""
     reference: Reference | str | None = None
     """Model of the KL term: a checkpoint, or the URI of a model directory."""
     critic: str | None = None
@@ -107,7 +109,7 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
         reference = _checkpoint(spec.reference, cache, kept)
     elif spec.reference is not None:
         reference = plain_directory(Location(spec.reference), cache)
-    state = model / TRAINER_DIRECTORY
+    state = (model if spec.state is None else _checkpoint(spec.state, cache, kept)) / TRAINER_DIRECTORY
     trainer = Trainer.over(
         engine,
         model,

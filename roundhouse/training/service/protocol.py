@@ -51,7 +51,7 @@ from roundhouse.training.service.verbs import Role
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "3"
+PROTOCOL = "4"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
@@ -116,6 +116,8 @@ class StoreCheckpoint(_Body):
     attempt: str = Field(pattern=r"^[0-9a-zA-Z]{1,20}$")
     cursor: Cursor | None
     """None writes the weights alone."""
+    weights: bool = True
+    """False writes the trainer's state alone."""
 
 
 class SavedCursor(RootModel[Cursor | None]):

@@ -125,9 +125,10 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("optim_step", learning_rate=learning_rate, max_grad_norm=max_grad_norm, role=role)
         return super().optim_step(learning_rate, max_grad_norm, role)
 
-    def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:
-        self._verbs.send("save_checkpoint", SavedCursor(cursor).model_dump_json().encode(), directory=str(directory))
-        super().save_checkpoint(directory, cursor)
+    def save_checkpoint(self, directory: Path, cursor: Cursor | None, *, weights: bool = True) -> None:
+        body = SavedCursor(cursor).model_dump_json().encode()
+        self._verbs.send("save_checkpoint", body, directory=str(directory), weights=weights)
+        super().save_checkpoint(directory, cursor, weights=weights)
 
     def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
         state = trainer_state and str(trainer_state)
@@ -166,7 +167,8 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
     elif verb == "optim_step":
         engine.optim_step(head["learning_rate"], head["max_grad_norm"], Role(head["role"]))
     elif verb == "save_checkpoint":
-        engine.save_checkpoint(Path(head["directory"]), SavedCursor.model_validate_json(body).root)
+        cursor = SavedCursor.model_validate_json(body).root
+        engine.save_checkpoint(Path(head["directory"]), cursor, weights=head["weights"])
     elif verb == "load_checkpoint":
         state = head["trainer_state"]
         engine.load_checkpoint(

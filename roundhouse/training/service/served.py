@@ -135,7 +135,8 @@ class ServedTrainEngine:
     def _store_checkpoint(self, body: bytes) -> CallReply:
         asked = parse(StoreCheckpoint, body)
         _require_seen(asked.place)
-        written = self._held().store_checkpoint(Location(asked.place), asked.attempt, asked.cursor)
+        place = Location(asked.place)
+        written = self._held().store_checkpoint(place, asked.attempt, asked.cursor, weights=asked.weights)
         return _json(written.model_dump())
 
     def _reached(self, model: StoredModel) -> StoredModel:

@@ -274,7 +274,10 @@ class TinkerTrainService:
         self._has_gradient = False
         return Applied(grad_norm=(answer.metrics or {}).get(GRAD_NORM))
 
-    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+    def store_checkpoint(
+        self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
+    ) -> ModelFiles:
+        assert weights, "what is not reproducible is stored whole"
         return store_model(lambda directory: self.save_checkpoint(directory, cursor), place, attempt)
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:

@@ -145,6 +145,8 @@ class ModelFacts:
     """Token ids stay below it."""
     positions: int | None
     """Longest sequence; None when the model sets no limit."""
+    reproducible: bool = False
+    """Whether the same verbs on the same weights give the same bits again: on CPUs, not with the kernels of a GPU."""
 
 
 class TrainService(Protocol):
@@ -178,11 +180,14 @@ class TrainService(Protocol):
         """
         ...
 
-    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+    def store_checkpoint(
+        self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
+    ) -> ModelFiles:
         """Write what `save_checkpoint` writes to the store, from where the weights are, hashed in passing.
 
         Args:
             attempt: names the files' own directory in the checkpoint `place`, such as `0002`.
+            weights: False leaves out all but `trainer/`. Other threads may do verbs meanwhile that change nothing.
 
         Returns:
             The files, which no manifest names yet.

@@ -227,10 +227,12 @@ class ChannelService:
         self._facts = None
         return Cursor.model_validate_json(self.channel.change("load_checkpoint", asked.model_dump_json().encode()))
 
-    def store_checkpoint(self, place: Location, attempt: str, cursor: Cursor | None) -> ModelFiles:
+    def store_checkpoint(
+        self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
+    ) -> ModelFiles:
         if place.is_local:
             place.local_path.mkdir(parents=True, exist_ok=True)  # the service refuses one that it does not see
-        asked = protocol.StoreCheckpoint(place=place.uri, attempt=attempt, cursor=cursor)
+        asked = protocol.StoreCheckpoint(place=place.uri, attempt=attempt, cursor=cursor, weights=weights)
         written = ModelFiles.model_validate_json(
             self.channel.change("store_checkpoint", asked.model_dump_json().encode())
         )
