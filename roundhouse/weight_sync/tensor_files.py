@@ -321,6 +321,7 @@ class TensorWriter:
                 else:
                     hashing = [pool.submit(digest.update, data) for digest in digests]
                     stream.write(data)
+                    disk.begin_write_back(stream.fileno(), size, len(data))
                     for one in hashing:
                         one.result()
                 size += len(data)

@@ -7,13 +7,14 @@ import os
 import tracemalloc
 import uuid
 from collections.abc import Iterator
+from ctypes import c_int64
 from pathlib import Path
 
 import pytest
 import s3fs
 
 from roundhouse.errors import StoreError
-from roundhouse.store import bucket
+from roundhouse.store import bucket, disk
 from roundhouse.store.location import Location, NotFound
 from tests.store.endpoint import Endpoint, endpoint
 
@@ -139,3 +140,23 @@ def test_an_upload_that_is_given_up_leaves_no_parts_behind(
     proxy.heal()
     assert not Location(store).exists("object")
     assert open_uploads(store) == 0
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_large_parts_of_a_file_are_on_their_way_to_the_disk_before_it_ends(
+    offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    class Libc:
+        if offered:
+
+            def sync_file_range(self, descriptor: int, begin: c_int64, size: c_int64, flags: int) -> None:
+                assert os.fstat(descriptor).st_size >= begin.value + size.value, "they were handed to the kernel"
+                begun.append((begin.value, size.value))
+
+    monkeypatch.setattr(disk, "_LIBC", Libc())
+    place = Location(str(tmp_path))
+    place.write_streamed("object", chunks(DATA, 8 * MIB))
+    assert place.read("object") == DATA
+    assert begun == ([(0, 8 * MIB), (8 * MIB, 8 * MIB), (16 * MIB, len(DATA) - 16 * MIB)] if offered else [])
