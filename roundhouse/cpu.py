@@ -117,18 +117,23 @@ def attribute_to_this_stage() -> Iterator[None]:
 
 @contextmanager
 def attribute_to_stage_of(other: int) -> Iterator[None]:
-    """This thread works for another one (`threading.get_ident`). Where that is within the block above, it has this thread's
-    seconds, once this thread has left this block; elsewhere the process has them, as without it."""
+    """This thread works for another one (`threading.get_ident`), and so do its helpers. Where that is within the block above,
+    it has their seconds, once this thread has left this block; elsewhere the process has them, as without it."""
     if other not in _at_work:
         yield
         return
-    began = time.thread_time()
+    used = 0.0
     try:
         with attribute_to_this_stage():
-            yield
+            seconds = clock()
+            began = seconds()
+            try:
+                yield
+            finally:
+                used = seconds() - began
     finally:
         with _lock:
-            _helped[other] = _helped.get(other, 0.0) + time.thread_time() - began
+            _helped[other] = _helped.get(other, 0.0) + used
 
 
 def clock() -> Clock:

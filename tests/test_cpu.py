@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,39 @@ def test_a_busy_machine_gets_more_time(monkeypatch: pytest.MonkeyPatch, load: fl
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(cpu, "available_cores", lambda: 2)
     assert cpu.slowness() == factor
+
+
+def _compute(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_what_helpers_of_a_stage_beside_others_compute_is_its_own_and_not_the_processes() -> None:
+    def work_for(other: int, depth: int) -> None:
+        with cpu.attribute_to_stage_of(other):
+            _compute(0.1)
+            if depth:
+                helper = threading.Thread(target=work_for, args=(threading.get_ident(), depth - 1))
+                helper.start()
+                helper.join()
+
+    def stage() -> None:
+        with cpu.attribute_to_this_stage():
+            seconds = cpu.clock()
+            began = seconds()
+            work_for(0, 0)  # of no stage: as if it had been called
+            helper = threading.Thread(target=work_for, args=(threading.get_ident(), 1))
+            helper.start()
+            helper.join()
+            used.append(seconds() - began)
+
+    used: list[float] = []
+    before = cpu.process_seconds()
+    thread = threading.Thread(target=stage)
+    thread.start()
+    thread.join()
+    assert 0.3 <= used[0] < 0.5
+    assert cpu.process_seconds() - before < 0.1
+    work_for(threading.get_ident(), 1)
+    assert cpu.process_seconds() - before >= 0.2, "without a stage of its own"

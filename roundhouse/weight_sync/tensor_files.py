@@ -24,6 +24,7 @@ import json
 import math
 import shutil
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from roundhouse.cpu import attribute_to_stage_of
 from roundhouse.errors import DataError
 from roundhouse.store import disk
 from roundhouse.store.directories import DIGESTS, FileDigests
@@ -309,7 +311,12 @@ class TensorWriter:
         """
         import torch
 
-        path, whole, size = self._directory / name, hashlib.sha256(), 0
+        path, whole, size, own_thread = self._directory / name, hashlib.sha256(), 0, threading.get_ident()
+
+        def hash_on(digest: hashlib._Hash, data: bytes | memoryview) -> None:
+            with attribute_to_stage_of(own_thread):
+                digest.update(data)
+
         with path.open("wb") as stream, ThreadPoolExecutor(2, thread_name_prefix="hash") as pool:
 
             def put(data: bytes | memoryview, *digests: hashlib._Hash) -> None:
@@ -319,7 +326,7 @@ class TensorWriter:
                         digest.update(data)
                     stream.write(data)
                 else:
-                    hashing = [pool.submit(digest.update, data) for digest in digests]
+                    hashing = [pool.submit(hash_on, digest, data) for digest in digests]
                     stream.write(data)
                     disk.begin_write_back(stream.fileno(), size, len(data))
                     for one in hashing:
