@@ -46,6 +46,7 @@ BY_MAKE = {
     "bench-plan": "--sizes 1 --settings 1",
 }
 BY_SCRIPT = {
+    "publication.py": "--layers 1 --iterations 2 --collection 0 --s3",
     "hindsight.py": "--seeds 0 --iterations 2",
     "mutation_score.py": "--mutants 2 --tasks 1 --repeats 2 --only lookup",
     "gym/shards.py": "--rollouts 32 --concurrency 8 --repeats 1 --shards 1 2",
