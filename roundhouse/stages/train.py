@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import sys
 import tempfile
 import threading
 import time
@@ -145,6 +147,9 @@ class _StateWriter:
         self.thread.start()
 
     def _write(self) -> None:
+        if sys.platform == "linux":  # where threads have a priority each, which those that they start inherit
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _GIVES_WAY))
         run, version = self._run, self._update.iteration
         with attribute_to_this_stage():
             seconds = clock()
@@ -160,6 +165,8 @@ class _StateWriter:
             self.cpu_seconds = seconds() - began
 
 
+_GIVES_WAY = 5
+"""Steps of priority that the writer is behind the refit and the collection that it is beside."""
 _writing: list[_StateWriter] = []
 """At most one."""
 

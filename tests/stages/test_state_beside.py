@@ -136,9 +136,11 @@ def test_a_step_waits_for_the_state_of_the_version_before(
     tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, store, goes_on = run_at(str(tmp_path / "store"), tmp_path), Trainer.store, threading.Event()
+    usual = os.nice(0)
 
     def waits(self: Trainer, *arguments: Any, weights: bool = True, **named: Any) -> ModelFiles:
         if not weights and self.cursor.iteration == 3:
+            assert os.nice(0) > usual or usual == 19, "this thread's: refit and collection go before it"
             goes_on.wait(30)
         return store(self, *arguments, weights=weights, **named)
 
