@@ -3,8 +3,8 @@
     python -m benchmarks.overhead [--config configs/quickstart.yaml] [--iterations 12] [--directory DIR] [--set KEY=VALUE …]
 
 Real: `roundhouse train` as a person types it, with its services, engine and trainer; nothing is evaluated. Every figure is
-from the manifests of the iterations after the first, so a recorded run shows the same. Reported are medians and quartiles over
-the iterations, and on a busy machine the better measure: CPU seconds of the flow's process, where a stage records them and is
+from the manifests of the iterations between the first and the last, so a recorded run shows the same. Reported are medians and
+quartiles over the iterations, and on a busy machine the better measure: CPU seconds of the flow's process, where a stage is
 overhead as a whole. Overhead is defined in `roundhouse.stages.report`; here it is split further:
 
     report k-1 ┆ between iterations ┆ refit ┆ ∙ ┆ collect ┆ ∙ ┆ validate ┆ ∙ ┆ train ┆ ∙ ┆ checkpoint ┆ report k
@@ -46,12 +46,14 @@ WITHIN = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
-    parser.add_argument("--iterations", type=int, default=12, help="the first is not counted")
+    parser.add_argument("--iterations", type=int, default=12, help="the first and the last are not counted")
     parser.add_argument("--directory", type=Path, help="keep store, services and caches here")
     parser.add_argument("--set", nargs="*", default=[], help="more keys of the configuration")
     options = parser.parse_args()
-    if options.iterations < 2:
-        parser.error("--iterations must be at least 2: the first has no report before it")
+    if options.iterations < 3:
+        parser.error(
+            "--iterations must be at least 3: the first has no report before it, the last writes its state first"
+        )
     with tempfile.TemporaryDirectory(prefix="rh-") as scratch:
         run = train(options.config, options.iterations, options.directory or Path(scratch), options.set)
         by_iteration = [(iteration_manifests(run, k - 1), iteration_manifests(run, k)) for k in counted(run)]
@@ -80,8 +82,9 @@ def train(config: Path, iterations: int, directory: Path, settings: list[str]) -
 
 
 def counted(run: Run) -> range:
-    """The iterations that follow another's report of the same process."""
-    return range(run.first_version + 2, run.config.iterations + 1)
+    """The iterations that follow another's report of the same process, and are followed by another, beside which the state of
+    a larger model's trainer is written."""
+    return range(run.first_version + 2, run.config.iterations)
 
 
 def parts_of(before: dict[str, Manifest], own: dict[str, Manifest]) -> dict[str, float]:
