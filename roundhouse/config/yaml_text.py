@@ -113,6 +113,12 @@ _IN_WORDS = {  # every pattern of a key or form field: an expression is no remed
     r"^(?:[\w.]+|.+\.py):[\w.]+$": "module:Class, or path/to/file.py:Class",
     r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$": "a quantity as Kubernetes has it: 500m, 2, 4Gi",
     r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "small letters, digits and '-', no '-' first or last; at most 63",
+    r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$": (
+        "letters, digits, '.', '_' and '-', beginning and ending with a letter or digit; at most 63"
+    ),
+    r"^[a-z]([a-z0-9_-]{0,61}[a-z0-9])?$": (
+        "small letters, digits, '_' and '-', beginning with a letter and ending with a letter or digit; at most 63"
+    ),
     r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$": "small letters, digits, '.' and '-', none of the two first or last; at most 253",
     r"^[a-z0-9]+(\+[a-z0-9]+)?://": "a database's address with its driver, such as postgresql+asyncpg://…",
     r"^https?://\S+$": "an address that begins with http:// or https://",
