@@ -293,7 +293,42 @@ class PolicyGradient(TokenLoss):
 
     @model_validator(mode="after")
     def _policy(self) -> Self:
-        for wrong, why in _impossible(self):
+        low, high = self.bounds
+        kind, ratio, mean = self.policy_loss, self.importance_ratio, self.loss_aggregation
+        for wrong, why in (
+            (
+                kind != "clipped" and self.dual_clip is not None,
+                f"dual_clip ({self.dual_clip}) bounds the clipped loss, but policy_loss is {kind}. Unset dual_clip.",
+            ),
+            (
+                kind in ("cispo", "reinforce") and ratio != "token",
+                f"importance_ratio {ratio} has no meaning with policy_loss {kind}. Set importance_ratio to token, or "
+                "policy_loss to clipped.",
+            ),
+            (
+                kind == "cispo" and mean != "token",
+                f"policy_loss cispo is a mean over tokens, but loss_aggregation is {mean}. Set loss_aggregation to token.",
+            ),
+            (
+                ratio == "sequence" and mean not in ("sequence", "rollout"),
+                f"importance_ratio sequence gives one ratio to a whole sequence, but loss_aggregation is {mean}, which weighs "
+                "sequences by their length. Set loss_aggregation to sequence or rollout.",
+            ),
+            (
+                ratio == "sequence" and self.mismatch_correction == "seq-mask-tis",
+                "mismatch_correction seq-mask-tis keeps weights a token, but importance_ratio is sequence. Set "
+                "mismatch_correction to tis or icepop.",
+            ),
+            (
+                not 0 <= low < 1 < high,
+                f"mismatch_bounds is [{low}, {high}]: engine and trainer that agree have a ratio of 1, which must lie inside. "
+                "Give 0 <= low < 1 < high.",
+            ),
+            (
+                self.advantage_clip is not None and not self.advantage_clip[0] < self.advantage_clip[1],
+                f"advantage_clip is {self.advantage_clip}, an empty range. Give the lower bound first.",
+            ),
+        ):
             if wrong:
                 raise ValueError(why)
         return self
@@ -315,46 +350,6 @@ class PolicyGradient(TokenLoss):
                 )
             self.of_environment(name)
         return self
-
-
-def _impossible(loss: PolicyGradient) -> list[tuple[bool, str]]:
-    """Combinations that cannot be right, each with its reason and remedy."""
-    low, high = loss.bounds
-    kind, ratio, mean = loss.policy_loss, loss.importance_ratio, loss.loss_aggregation
-    return [
-        (
-            kind != "clipped" and loss.dual_clip is not None,
-            f"dual_clip ({loss.dual_clip}) bounds the clipped loss, but policy_loss is {kind}. Unset dual_clip.",
-        ),
-        (
-            kind in ("cispo", "reinforce") and ratio != "token",
-            f"importance_ratio {ratio} has no meaning with policy_loss {kind}. Set importance_ratio to token, or "
-            "policy_loss to clipped.",
-        ),
-        (
-            kind == "cispo" and mean != "token",
-            f"policy_loss cispo is a mean over tokens, but loss_aggregation is {mean}. Set loss_aggregation to token.",
-        ),
-        (
-            ratio == "sequence" and mean not in ("sequence", "rollout"),
-            f"importance_ratio sequence gives one ratio to a whole sequence, but loss_aggregation is {mean}, which weighs "
-            "sequences by their length. Set loss_aggregation to sequence or rollout.",
-        ),
-        (
-            ratio == "sequence" and loss.mismatch_correction == "seq-mask-tis",
-            "mismatch_correction seq-mask-tis keeps weights a token, but importance_ratio is sequence. Set "
-            "mismatch_correction to tis or icepop.",
-        ),
-        (
-            not 0 <= low < 1 < high,
-            f"mismatch_bounds is [{low}, {high}]: engine and trainer that agree have a ratio of 1, which must lie inside. "
-            "Give 0 <= low < 1 < high.",
-        ),
-        (
-            loss.advantage_clip is not None and not loss.advantage_clip[0] < loss.advantage_clip[1],
-            f"advantage_clip is {loss.advantage_clip}, an empty range. Give the lower bound first.",
-        ),
-    ]
 
 
 class GroupRelativeConfig(PolicyGradient):

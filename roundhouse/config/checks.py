@@ -81,7 +81,8 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _by_environment(config)
     _passes(config)
     _groups(config, recorded=recorded)
-    _branching(config)
+    for problem in _unbranchable(config):
+        raise ValueError(f"rollout.branching is set, but {problem}, or leave branching out.")
     _sampling(config)
     _evaluations(config)
     _one_engine(config)
@@ -244,18 +245,12 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
         )
 
 
-def _branching(config: RunConfig) -> None:
-    """Refuse branches that cannot be made or compared. What only an environment knows is asked before the start (preflight)."""
-    if config.rollout.branching is None:
-        return
-    for problem in _unbranchable(config):
-        raise ValueError(f"rollout.branching is set, but {problem}, or leave branching out.")
-
-
 def _unbranchable(config: RunConfig) -> Iterator[str]:
-    """Each problem with its remedy."""
+    """Why branches cannot be made or compared, with the remedy. What only an environment knows is asked before the start
+    (preflight)."""
     rollout, algorithm = config.rollout, config.train.algorithm
-    assert rollout.branching is not None
+    if rollout.branching is None:
+        return
     for key, each in environments_in(config.environment).items():
         if each.kind in OWN_LOOP:
             yield (
@@ -507,7 +502,17 @@ def _placement(config: RunConfig) -> None:
             "keeps its memory. Set train.service.kind to resident, process or ray, or leave the section placement out."
         )
     if engine_sleeps(config):
-        _sleep(config)
+        if config.asynchrony.staleness > 0:
+            raise ValueError(
+                f"{_set(config)}, so the engine sleeps while the trainer works, but asynchrony.staleness is "
+                f"{config.asynchrony.staleness}: both would be busy at once. Set asynchrony.staleness to 0, or "
+                "placement.colocation to node or spread and placement.engine_sleeps to false."
+            )
+        if config.generation.backend == "vllm" and config.generation.gpus_per_replica == 0:
+            raise ValueError(
+                f"{_set(config)}, but generation.backend is vllm with generation.gpus_per_replica 0: vLLM on CPU answers a "
+                "call to sleep and frees nothing. Set generation.gpus_per_replica, or placement.engine_sleeps to false."
+            )
     elif nearness == "gpu":
         raise ValueError(
             "placement.engine_sleeps is false, but placement.colocation is gpu: both would hold the GPU's memory at "
@@ -524,20 +529,6 @@ def _set(config: RunConfig) -> str:
     if nearness == "none":
         return "placement.engine_sleeps is true"
     return f"placement.colocation is {nearness}"
-
-
-def _sleep(config: RunConfig) -> None:
-    if config.asynchrony.staleness > 0:
-        raise ValueError(
-            f"{_set(config)}, so the engine sleeps while the trainer works, but asynchrony.staleness is "
-            f"{config.asynchrony.staleness}: both would be busy at once. Set asynchrony.staleness to 0, or "
-            "placement.colocation to node or spread and placement.engine_sleeps to false."
-        )
-    if config.generation.backend == "vllm" and config.generation.gpus_per_replica == 0:
-        raise ValueError(
-            f"{_set(config)}, but generation.backend is vllm with generation.gpus_per_replica 0: vLLM on CPU answers a call to "
-            "sleep and frees nothing. Set generation.gpus_per_replica, or placement.engine_sleeps to false."
-        )
 
 
 def _shared_gpu(config: RunConfig) -> None:
@@ -658,7 +649,7 @@ def _ray_launcher(config: RunConfig) -> None:
 
 
 def _distribution(config: RunConfig) -> None:
-    rollout, distribution = config.rollout, config.rollout.distribution
+    rollout, distribution, infra = config.rollout, config.rollout.distribution, config.infra
     if isinstance(distribution, InProcessCollection):
         return
     if rollout.concurrency is not None and distribution.shards > rollout.concurrency:
@@ -671,16 +662,6 @@ def _distribution(config: RunConfig) -> None:
             f"rollout.distribution.timeout_seconds ({distribution.timeout_seconds:g}) is the limit of a whole shard and "
             f"not above that of one rollout, rollout.timeout_seconds ({rollout.timeout_seconds:g}). Raise the first."
         )
-    _collectors(config)
-
-
-def _collectors(config: RunConfig) -> None:
-    """Refuse what a collector's pod could not work with.
-
-    Raises:
-        ValueError: names the key, its value and the remedy.
-    """
-    distribution, infra = config.rollout.distribution, config.infra
     if not isinstance(distribution, JobShards):
         return
     if not isinstance(infra, KubernetesInfra):

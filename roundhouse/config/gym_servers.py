@@ -101,16 +101,14 @@ def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in INSTANCE_FIELDS}
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class ModelServerConfig(Section):
     """A model server in front of one or more inference engines."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    base_url: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    base_url: Annotated[
+        list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value), Field(min_length=1)
+    ]
     """OpenAI base URL of each engine (a URL or a list of them): chat is at `<base_url>/chat/completions`. A URL without any
     path gets `/v1`. Health and error texts show it: secrets belong to the fields below."""
     api_key: SecretStr = SecretStr("")

@@ -47,17 +47,14 @@ def page() -> str:
         keys = section.get("properties", {})
         same = [key for key, value in keys.items() if first["properties"].get(key) == value]
         if like != title and len(same) >= SHARED:
-            lines += [f"Keys as in [{like}](#{_anchor(like)}), but:", ""]
+            anchor = "".join(each for each in like.lower() if each.isalnum() or each in " -_").replace(
+                " ", "-"
+            )  # GitHub's
+            lines += [f"Keys as in [{like}](#{anchor}), but:", ""]
             keys = {key: value for key, value in keys.items() if key not in same}
         if rows := [_row(key, value, defs, operational) for key, value in keys.items()]:
             lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _anchor(title: str) -> str:
-    """As GitHub makes it."""
-    kept = "".join(each for each in title.lower() if each.isalnum() or each in " -_")
-    return kept.replace(" ", "-")
 
 
 def _sections(
