@@ -238,20 +238,15 @@ def export(
     output: Annotated[Path, typer.Option(help="Directory to write to.")],
     iteration: Annotated[int | None, typer.Option(help="Iteration of a run.", min=1)] = None,
     stage: Annotated[str, typer.Option(help="Stage of the iteration: collect or evaluate.")] = "collect",
-    form: Annotated[
-        str, typer.Option("--format", help="nemo-gym: rollouts, inputs, failures as JSON lines.")
-    ] = "nemo-gym",
     agent: Annotated[str | None, typer.Option(help="Agent for rows whose task names none.")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write collected rollouts as NeMo Gym's files."""
+    """Write collected rollouts as NeMo Gym's files: rollouts, inputs and failures as JSON lines."""
     from roundhouse.compat.nemo_gym.exchange.reading import export_rollouts
     from roundhouse.errors import StoreError
     from roundhouse.store.location import Location
     from roundhouse.store.stage import Stage
 
-    if form != "nemo-gym":
-        raise ConfigError(f"--format is {form}; nemo-gym is what there is.")
     path = f"datasets/{run}" if iteration is None else f"runs/{run}/iterations/{iteration:06d}/{stage}"
     reference = Stage(Location(store) / path, kind=stage, run_id=run, iteration=iteration or 0).reference()
     if reference is None:

@@ -137,6 +137,11 @@ def out_json(value: Any) -> None:
     out(json.dumps(value, indent=1))
 
 
+def figure(value: float | None, *, signed: bool = False) -> str:
+    """A number as tables show it; a dash where there is none."""
+    return "–" if value is None else f"{value:+.4g}" if signed else f"{value:.4g}"
+
+
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str] = (), title: str | None = None
 ) -> None:

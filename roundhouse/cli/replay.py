@@ -16,6 +16,7 @@ from roundhouse.cli.options import (
     accept_code,
     console,
     error_console,
+    figure,
     out,
     out_json,
     print_table,
@@ -291,7 +292,7 @@ def _show_bisection(found: Bisection) -> None:
     rows = []
     for trial in found.trials:
         share = "not measured" if trial.recovered is None else f"{trial.recovered:.0%}"
-        rows.append((trial.cause, trial.what, _number(trial.value), share))
+        rows.append((trial.cause, trial.what, figure(trial.value), share))
     print_table(("put right", "what", found.metric, "recovered"), rows)
     for note in found.notes:
         terminal.print(Text(note, style="yellow"))
@@ -342,7 +343,7 @@ def branch_turn(
     for rollout_id, rewards in made.rewards.items():
         mean = sum(rewards) / len(rewards) if rewards else None
         out(
-            f"{rollout_id}: {_number(made.before[rollout_id])} → {_number(mean)} over {len(rewards)} branches from turn {turn}"
+            f"{rollout_id}: {figure(made.before[rollout_id])} → {figure(mean)} over {len(rewards)} branches from turn {turn}"
         )
     for reason, count in made.reasons.items():
         out(f"failed: {count} {reason}")
@@ -441,13 +442,13 @@ def _show(found: Comparison) -> None:
         parts = [f"{name}: {each['changed']} of {each['before']} rows" for name, each in stage.rows.items()]
         parts += [f"weights ({', '.join(stage.weights)})"] if stage.weights else []
         shown = sorted(stage.metrics)[:METRICS_SHOWN]
-        parts += [f"{name} {_number(stage.metrics[name][0])} → {_number(stage.metrics[name][1])}" for name in shown]
+        parts += [f"{name} {figure(stage.metrics[name][0])} → {figure(stage.metrics[name][1])}" for name in shown]
         if len(stage.metrics) > len(shown):
             parts.append(f"{len(stage.metrics) - len(shown)} more metrics")
         for name, means in stage.distribution.items():
             distance = means["standard_errors"]
             apart = "neither varies" if distance is None else f"{distance:+.1f} standard errors"
-            parts.append(f"{name} {_number(means['before'])} → {_number(means['after'])} ({apart})")
+            parts.append(f"{name} {figure(means['before'])} → {figure(means['after'])} ({apart})")
         rows.append((stage.iteration, stage.stage, stage.outcome, "; ".join(parts)))
     print_table(("iteration", "stage", "outcome", "what differs"), rows)
     if found.first is not None:
@@ -457,7 +458,3 @@ def _show(found: Comparison) -> None:
     if any(stage.outcome == "distribution" for stage in found.stages):
         terminal.print("collect and evaluate sample from an engine: they cannot be equal, their means are compared.")
     out(found.uri)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"

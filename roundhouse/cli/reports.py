@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, out, out_json, print_table
+from roundhouse.cli.options import DEFAULT_STORE, JsonOption, StoreOption, console, figure, out, out_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roundhouse.health.heartbeat import Beat
-    from roundhouse.query.lineage import RunComparison, TrainedOn
+    from roundhouse.query.lineage import TrainedOn
 
 app = typer.Typer()
 
@@ -288,10 +288,34 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Two runs side by side: what their configurations do not share, and their curves."""
+    from rich.text import Text
+
     from roundhouse.query.lineage import compare_runs
 
     found = compare_runs(store, a, b, metrics)
-    return out_json(found.as_json()) if as_json else _show_comparison(found)
+    if as_json:
+        return out_json(found.as_json())
+    differences: list[Sequence[object]] = [
+        (key, *(json.dumps(value) for value in values)) for key, values in found.differences.items()
+    ]
+    if found.code_versions[0] != found.code_versions[1]:
+        differences.append((Text("code", style="dim"), *found.code_versions))
+    if differences:
+        print_table(("key", found.a, found.b), differences, title="configuration")
+    else:
+        out("The configurations are the same but for the run's name.")
+    rows = []
+    for name, by_iteration in found.curves.items():
+        sides = [[pair[side] for pair in by_iteration.values()] for side in (0, 1)]
+        given = [value for side in sides for value in side if value is not None]
+        lasts = [next((value for value in reversed(side) if value is not None), None) for side in sides]
+        sparks = [_spark(side, min(given), max(given)) for side in sides]
+        first, second = lasts
+        difference = None if first is None or second is None else second - first
+        curves = (Text(sparks[0], style="yellow"), figure(first), Text(sparks[1], style="cyan"), figure(second))
+        rows.append((name, *curves, figure(difference, signed=True)))
+    columns = ("metric", found.a, "last", found.b, "last", "b − a")
+    return print_table(columns, rows, right=("last", "b − a"), title="\ncurves")
 
 
 def _show_trained_on(found: TrainedOn, limit: int) -> None:
@@ -317,7 +341,7 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
             entry["rows"],
             entry["rollouts"],
             f"{entry['trained_tokens']:,}",
-            _number(entry["reward"]),
+            figure(entry["reward"]),
             f"version {', '.join(map(str, entry['policy_versions']))}"
             + (f" ({entry['dataset']})" if entry["dataset"] else ""),
             *([_origin(entry)] if several else []),
@@ -341,7 +365,7 @@ def _show_rows(found: list[dict[str, Any]], limit: int) -> None:
             entry["row"],
             ", ".join(map(str, entry["iterations"])),
             entry["rollouts"],
-            _number(entry["reward"]),
+            figure(entry["reward"]),
             Text(" ".join((entry["prompt"] or "–").split())[:120], no_wrap=True, overflow="ellipsis"),
         )
         for entry in found[:limit]
@@ -380,39 +404,13 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
                 entry["rollouts"],
                 entry["trained"],
                 f"{entry['trained_tokens'] or 0:,}",
-                _number(entry["reward"]),
+                figure(entry["reward"]),
                 went_into,
             )
         )
     console().print(Text(row, style="bold"))
     columns = ("run", "iteration", "rollouts", "trained on", "tokens", "reward", "went into")
     return print_table(columns, rows, right=columns[1:6])
-
-
-def _show_comparison(found: RunComparison) -> None:
-    from rich.text import Text
-
-    differences: list[Sequence[object]] = [
-        (key, *(json.dumps(value) for value in values)) for key, values in found.differences.items()
-    ]
-    if found.code_versions[0] != found.code_versions[1]:
-        differences.append((Text("code", style="dim"), *found.code_versions))
-    if differences:
-        print_table(("key", found.a, found.b), differences, title="configuration")
-    else:
-        out("The configurations are the same but for the run's name.")
-    rows = []
-    for name, by_iteration in found.curves.items():
-        sides = [[pair[side] for pair in by_iteration.values()] for side in (0, 1)]
-        given = [value for side in sides for value in side if value is not None]
-        lasts = [next((value for value in reversed(side) if value is not None), None) for side in sides]
-        sparks = [_spark(side, min(given), max(given)) for side in sides]
-        a, b = lasts
-        difference = None if a is None or b is None else b - a
-        curves = (Text(sparks[0], style="yellow"), _number(a), Text(sparks[1], style="cyan"), _number(b))
-        rows.append((name, *curves, _number(difference, signed=True)))
-    columns = ("metric", found.a, "last", found.b, "last", "b − a")
-    print_table(columns, rows, right=("last", "b − a"), title="\ncurves")
 
 
 def _spark(values: list[float | None], low: float, high: float) -> str:
@@ -429,7 +427,3 @@ def _thinned(values: list[Any], count: int) -> list[Any]:
     if len(values) <= count:
         return values
     return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
-
-
-def _number(value: float | None, *, signed: bool = False) -> str:
-    return "–" if value is None else f"{value:+.4g}" if signed else f"{value:.4g}"

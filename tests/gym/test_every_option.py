@@ -61,7 +61,7 @@ SHOWN_BY: dict[str, dict[str, str]] = {
     ),
     "import": {"--name": COLLECTED, "--version": HERE, "--store": COLLECTED, "--policy-version": HERE},
     "export": {
-        "--output": COLLECTED, "--iteration": HERE, "--stage": HERE, "--format": HERE, "--agent": HERE, "--store": COLLECTED,
+        "--output": COLLECTED, "--iteration": HERE, "--stage": HERE, "--agent": HERE, "--store": COLLECTED,
     },
 }  # fmt: skip
 """Of every command, its options and the file of tests that shows what each does."""
@@ -302,8 +302,6 @@ def test_an_export_is_of_the_stage_that_was_named_and_by_the_agent(tmp_path: Pat
     assert {row["agent_ref"]["name"] for row in rows} == {"mine"}
     with pytest.raises(Exception, match="iterations/000002/evaluate"):
         run(*base, "--output", tmp_path / "no", "--stage", "evaluate")
-    with pytest.raises(ConfigError, match="--format is parquet"):
-        run(*base, "--output", tmp_path / "no", "--format", "parquet")
 
 
 # -- configurations and servers ----------------------------------------------------------------------------------------
