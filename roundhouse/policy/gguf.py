@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
-from roundhouse.policy.chat_template import ChatTemplate
+from roundhouse.policy.model_directory import ChatTemplate
 from roundhouse.store.location import file_digest, file_digests
 from roundhouse.store.stage import sha256
 

@@ -23,7 +23,7 @@ from typing import Any
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import read_request
-from roundhouse.policy.chat_template import TEMPLATE, refuse_unfit_template, template_in
+from roundhouse.policy.model_directory import TEMPLATE, refuse_unfit_template, template_in
 from roundhouse.rollout.conversation import TurnChain
 from roundhouse.rollout.responses import items_from_chat
 from roundhouse.stages.datasets import TaskDraw, dataset_stage

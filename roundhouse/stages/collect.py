@@ -22,7 +22,7 @@ from roundhouse.config.rollout import Branching
 from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
-from roundhouse.policy.chat_template import template_in
+from roundhouse.policy.model_directory import template_in
 from roundhouse.rollout.clients import first_messages, open_environment, tools_of
 from roundhouse.rollout.plan import RolloutSpec, Sampled, WeightedTasks, iterations_of, recorded_draw, sample_rounds
 from roundhouse.rollout.recording import Branched, branched_groups, plan_branches

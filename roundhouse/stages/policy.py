@@ -13,9 +13,8 @@ from roundhouse.config.models import BundledPolicy, WarmStartPolicy
 from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError
-from roundhouse.policy.chat_template import TEMPLATE, template_text
 from roundhouse.policy.gguf import gguf_file
-from roundhouse.policy.model_directory import bundled_file
+from roundhouse.policy.model_directory import TEMPLATE, bundled_file, template_text
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store import lease
 from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over

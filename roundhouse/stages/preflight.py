@@ -33,9 +33,16 @@ from roundhouse.environments import check_sandboxes, first_task, load_any, refus
 from roundhouse.environments.base import GymnasiumEnvironment, TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
-from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template, template_in, template_text
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
-from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
+from roundhouse.policy.model_directory import (
+    BUNDLED,
+    ChatTemplate,
+    bundled_file,
+    check_model_directory,
+    refuse_unfit_template,
+    template_in,
+    template_text,
+)
 from roundhouse.rollout.clients import open_environment, tools_of
 from roundhouse.rollout.plan import build_curriculum
 from roundhouse.rollout.rubric import refuse_unfit_criteria

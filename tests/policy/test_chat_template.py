@@ -5,7 +5,7 @@ import pytest
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import _breaks_on_null, template_messages
-from roundhouse.policy.chat_template import ChatTemplate, refuse_unfit_template
+from roundhouse.policy.model_directory import ChatTemplate, refuse_unfit_template
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE, blank_tokenizer
 from roundhouse.rollout.responses import chat_tools
 

@@ -11,7 +11,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import reachability
 from roundhouse.policy import gguf, model_directory
-from roundhouse.policy.chat_template import template_in
+from roundhouse.policy.model_directory import template_in
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE
 from roundhouse.stages import policy as stages_policy
 from roundhouse.stages import preflight
