@@ -46,7 +46,7 @@ from roundhouse.generation.protocol import BadRequest, ContextOverflow, EngineRe
 from roundhouse.http.asgi import reply
 from roundhouse.http.ports import HttpThread
 from roundhouse.imports import load_function
-from roundhouse.infra.children import Child, Children
+from roundhouse.infra.processes import Child, Children
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens, call_verifier
 from roundhouse.trajectories.records import Status

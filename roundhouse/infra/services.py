@@ -335,28 +335,17 @@ LOOK_SECONDS = 0.5
 @contextmanager
 def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
     """Hold the engine for the block, once no other process holds it. Nested blocks of this process are allowed."""
-    mine = EngineUse(run_id, ServiceHolder.this_process())
-    if _had_already(state, mine):
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(FileNotFoundError), state.lock():  # a directory that is gone has no engine
-            state.write_engine_use(None)
-
-
-def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
-    """Wait for the turn and take it, unless this process has it."""
-    announced = None
+    mine, announced = EngineUse(run_id, ServiceHolder.this_process()), None
     while True:
         with state.lock():
             use = state.engine_use()
             if use is not None and use.holder == mine.holder:
-                return True
+                had_already = True
+                break
             if use is None or not use.holder.alive():
+                had_already = False
                 state.write_engine_use(mine)
-                return False
+                break
         if use != announced:
             announced = use
             text = (
@@ -366,3 +355,9 @@ def _had_already(state: StateDirectory, mine: EngineUse) -> bool:
             announce("waiting", text=text)
             log.info("Waiting: %s", text)
         time.sleep(LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        if not had_already:
+            with contextlib.suppress(FileNotFoundError), state.lock():  # a directory that is gone has no engine
+                state.write_engine_use(None)

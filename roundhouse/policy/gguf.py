@@ -11,7 +11,7 @@ fresh model of the same configuration. This is done in a process of its own (`py
 it needs packages that a process with a trainer may have excluded (`roundhouse.imports`), and its
 memory, twice the model, is given back at its end.
 
-The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.chat_template`).
+The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.model_directory`).
 """
 
 from __future__ import annotations

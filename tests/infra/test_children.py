@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from roundhouse.infra.children import Child, Children
+from roundhouse.infra.processes import Child, Children
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -25,7 +25,7 @@ time.sleep(600)
 PARENT = """
 import sys, time
 from pathlib import Path
-from roundhouse.infra.children import Children
+from roundhouse.infra.processes import Children
 children = Children(Path(sys.argv[1]))
 import os
 child = children.start("stubborn", [sys.executable, "-c", sys.argv[2]], Path.cwd(), dict(os.environ))

@@ -35,7 +35,7 @@ from roundhouse.compat.nemo_gym.servers.head import RunningServer, check
 from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
 from roundhouse.errors import InfraError
 from roundhouse.http.ports import HttpThread, describe_owner
-from roundhouse.infra.children import Children
+from roundhouse.infra.processes import Children
 
 START_SECONDS = 300.0
 """Time limit from the first process to the last server's first answer."""
