@@ -430,12 +430,8 @@ def _iteration_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
     return rows
 
 
-def _checkpoint_rows(stages: Sequence[StageFiles]) -> list[dict[str, Any]]:
-    return _manifest_rows([stage for stage in stages if stage.stage == StageKind.CHECKPOINT])
-
-
 _FROM_MANIFESTS: dict[str, Callable[[Sequence[StageFiles]], list[dict[str, Any]]]] = {
     "stages": _manifest_rows,
     "iterations": _iteration_rows,
-    "checkpoints": _checkpoint_rows,
+    "checkpoints": lambda stages: _manifest_rows([each for each in stages if each.stage == StageKind.CHECKPOINT]),
 }

@@ -131,7 +131,9 @@ def trained_on(store: str, run_id: str, version: int) -> TrainedOn:
         ]
         prompts = {row["row"]: prompt_of(row["task"]) for row in _rows(store, segment.run_id, _PROMPTS, *span)}
         for uri in sorted({stage["dataset"] for stage in stages if stage["dataset"] is not None}):
-            prompts |= _dataset_prompts(store, uri)
+            if uri.startswith(f"{Location(store).uri}/datasets/"):  # of one in another store there are no prompts
+                tasks = run_query(store, _DATASET_PROMPTS, values=uri.rsplit("/", 2)[-2:]).to_pylist()
+                prompts |= {row["row"]: prompt_of(row["task"]) for row in tasks}
         for row in _rows(store, segment.run_id, _ROWS, *span):
             known = by_row.get(row["row"])
             if known is None:
@@ -252,14 +254,6 @@ def _circumstances(iteration: int, stages: list[dict[str, Any]]) -> dict[str, An
 
 def _rows(store: str, run_id: str, sql: str, *values: Any) -> list[dict[str, Any]]:
     return run_query(store, sql, runs=[run_id], values=values).to_pylist()
-
-
-def _dataset_prompts(store: str, uri: str) -> dict[str, str | None]:
-    """Prompts of a dataset's rows; none if it is in another store, or gone."""
-    if not uri.startswith(f"{Location(store).uri}/datasets/"):
-        return {}
-    found = run_query(store, _DATASET_PROMPTS, values=uri.rsplit("/", 2)[-2:]).to_pylist()
-    return {row["row"]: prompt_of(row["task"]) for row in found}
 
 
 def _newest_versions(store: str, runs: list[str]) -> dict[str, int]:
