@@ -97,7 +97,16 @@ class Catalog:
     def curve(self, run_id: str) -> list[dict[str, Any]]:
         """What the manifests of each iteration say, for the line over all of them; `cost` is of the run up to the iteration."""
         if is_dataset(run_id):
-            return self._dataset_curve(run_id)
+            versions: list[dict[str, Any]] = []
+            for number, label in self.versions(run_id).items():
+                row: dict[str, Any] = {"iteration": number, "label": label, "stages": ["collect"]}
+                if (manifest := self.manifest(f"{self.root.uri}/{run_id}/{label}")) is not None:
+                    row |= {
+                        "reward": manifest.metrics.get("reward/mean"),
+                        "requested": manifest.counts.get("requested"),
+                    }
+                versions.append(row)
+            return versions
         iterations = self.iterations(run_id)
         places = [
             (iteration, stage, f"{self.root.uri}/runs/{run_id}/iterations/{iteration:06d}/{stage}")
@@ -156,15 +165,6 @@ class Catalog:
             except NotFound:
                 continue
         return None
-
-    def _dataset_curve(self, dataset: str) -> list[dict[str, Any]]:
-        rows = []
-        for number, label in self.versions(dataset).items():
-            row: dict[str, Any] = {"iteration": number, "label": label, "stages": ["collect"]}
-            if (manifest := self.manifest(f"{self.root.uri}/{dataset}/{label}")) is not None:
-                row |= {"reward": manifest.metrics.get("reward/mean"), "requested": manifest.counts.get("requested")}
-            rows.append(row)
-        return rows
 
     def _identity(self, run_id: str) -> dict[str, Any] | None:
         try:
