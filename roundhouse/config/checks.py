@@ -84,8 +84,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     for problem in _unbranchable(config):
         raise ValueError(f"rollout.branching is set, but {problem}, or leave branching out.")
     _sampling(config)
-    _evaluations(config)
-    _one_engine(config)
+    _addresses(config)
     _trainer_as_engine(config)
     if (unfit := config.asynchrony.unfit_window(config.rollout.prompts_per_iteration)) is not None:
         raise ValueError(unfit)
@@ -94,7 +93,6 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _endpoint(config)
     _refits(config)
     _placement(config)
-    _reachable_store(config)
     _tinker(config)
     if not recorded:
         _trainer_gpus(config)
@@ -309,28 +307,25 @@ def _optimizer_every(config: RunConfig) -> None:
 
 
 def _sampling(config: RunConfig) -> None:
-    sampling = config.generation.sampling
-    if sampling.max_new_tokens >= config.generation.max_model_len:
+    """Refuse rollouts that the trainer cannot learn from, and what an evaluation cannot draw: an answer as long as the context,
+    or, of an engine of the user's own, anything but greedy answers and the distribution of training, which it is made for.
+    """
+    own, room, backend = config.generation.sampling, config.generation.max_model_len, config.generation.backend
+    if own.max_new_tokens >= room:
         raise ValueError(
-            f"generation.sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a "
-            f"prompt in generation.max_model_len ({config.generation.max_model_len}). Lower the first."
+            f"generation.sampling.max_new_tokens ({own.max_new_tokens}) leaves no room for a "
+            f"prompt in generation.max_model_len ({room}). Lower the first."
         )
-    if sampling.temperature == 0:
+    if own.temperature == 0:
         raise ValueError(
             "generation.sampling.temperature is 0: greedy rollouts of a group are all equal and teach nothing. "
             "Set it above 0 (evaluation.temperature may be 0)."
         )
-    if sampling.top_p < 1 or sampling.top_k is not None:
+    if own.top_p < 1 or own.top_k is not None:
         raise ValueError(
             "generation.sampling.top_p and top_k filter the distribution that the trainer cannot reproduce, so the "
             "policy ratio would be wrong. Leave top_p at 1.0 and top_k unset for training."
         )
-
-
-def _evaluations(config: RunConfig) -> None:
-    """Refuse what an evaluation cannot draw: an answer as long as the context, or, of an engine of the user's own, anything but
-    the distribution that it is made for, that of training, and greedy answers."""
-    own, room, backend = config.generation.sampling, config.generation.max_model_len, config.generation.backend
     sets = {f"evaluation.sets.{name}": with_set(config, name) for name in config.evaluation.sets}
     for key, each in ({"evaluation": config} | sets).items():
         asked = evaluation_sampling(each)
@@ -349,16 +344,24 @@ def _evaluations(config: RunConfig) -> None:
                 )
 
 
-def _one_engine(config: RunConfig) -> None:
-    generation = config.generation
+def _addresses(config: RunConfig) -> None:
+    """Refuse two addresses of one engine, and a store that is none or that pods do not see."""
+    generation, infra, scheme = config.generation, config.infra, re.match(r"(\w*):/", config.store)
     if generation.engine_url is not None and generation.replicas != 1:
         raise ValueError(
             f"generation.engine_url names one engine, but generation.replicas is {generation.replicas}. Set it to 1."
         )
-    if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None and generation.engine_url:
+    if isinstance(infra, KubernetesInfra) and infra.engine is not None and generation.engine_url:
         raise ValueError(
             f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
-            f"({config.infra.engine.ray_service}) both name an engine. Unset one."
+            f"({infra.engine.ray_service}) both name an engine. Unset one."
+        )
+    if not config.store.strip() or (scheme and not config.store.startswith(("file://", "s3://"))):
+        raise ValueError(f"store is {config.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
+    if isinstance(infra, KubernetesInfra) and not config.store.startswith("s3://") and not infra.store_claim:
+        raise ValueError(
+            f"store is {config.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
+            "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
         )
 
 
@@ -581,17 +584,6 @@ def _nodes(config: RunConfig) -> None:
             f"placement.colocation is {nearness} and train.service.kind ray, but generation.replicas is "
             f"{generation.replicas}: the one trainer is reserved together with one replica. Set generation.replicas to 1, or "
             "placement.colocation to none."
-        )
-
-
-def _reachable_store(config: RunConfig) -> None:
-    infra, scheme = config.infra, re.match(r"(\w*):/", config.store)
-    if not config.store.strip() or (scheme and not config.store.startswith(("file://", "s3://"))):
-        raise ValueError(f"store is {config.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
-    if isinstance(infra, KubernetesInfra) and not config.store.startswith("s3://") and not infra.store_claim:
-        raise ValueError(
-            f"store is {config.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
-            "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
         )
 
 
