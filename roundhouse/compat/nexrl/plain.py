@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -76,7 +77,8 @@ class PlainClient:
         Raises:
             CancelledError: the attempt has ended.
         """
-        if _in_event_loop():
+        with contextlib.suppress(RuntimeError):  # raised in the thread of a plain function
+            asyncio.get_running_loop()
             return call
         if self._loop is None:
             call.close()
@@ -93,11 +95,3 @@ class PlainClient:
             self._loop = None
             if self._call is not None:
                 self._call.cancel()
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -202,7 +202,9 @@ def plan_pods(run: Run, resolution: Resolution, commands: Sequence[Command], flo
             program = ("python", *arguments[1:])
             variables = {variable: variables[variable] for variable in (EXTRA_ROOTS, CONFIG_PATH)}
         jobs.append(job(name, instance.type, resolution.address(instance)[1], program, variables))
-        values[labels[name]] = _as_read_by(resolution, instance)
+        read = deepcopy(resolution.tree)  # by the server itself, which is reached from other pods
+        _fields(read, instance)["host"] = ANY_HOST
+        values[labels[name]] = Resolution(read).yaml()
     urls = {one.name: resolution.base_url(one) for one in resolution.instances}
     return GymPlan(tuple(jobs), {label: name for name, label in labels.items()}, values, secret, urls)
 
@@ -214,12 +216,6 @@ def _is_foreign(command: Command | None) -> bool:
 def _fields(tree: Object, instance: Instance) -> Object:
     found: Object = tree[instance.name][instance.type][instance.implementation]
     return found
-
-
-def _as_read_by(resolution: Resolution, instance: Instance) -> str:
-    tree = deepcopy(resolution.tree)
-    _fields(tree, instance)["host"] = ANY_HOST
-    return Resolution(tree).yaml()
 
 
 @contextmanager

@@ -101,8 +101,12 @@ def build_app(
             )
         return build_gymnasium_app(environment, name, store, request_seconds)
     server = _ResourcesServer(environment, store)
-    mcp = _mcp_endpoint(environment, server, name, request_seconds) if expose_tools_over_mcp else None
-    app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, mcp))
+    if expose_tools_over_mcp:
+        from roundhouse.compat.mcp import McpEndpoint  # the SDK takes long to import, and most servers do without
+
+        tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
+        server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, request_seconds)
+    app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, server.mcp))
     app.get("/")(server.alive)
     app.get("/reverify_mode")(server.reverify_mode)
     routes = [
@@ -114,8 +118,8 @@ def build_app(
         routes.append(("/close", server.close))
     for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
         app.add_route(path, guarded(endpoint, request_seconds), methods=["POST"])
-    if mcp is not None:
-        mcp.mount(app)
+    if server.mcp is not None:
+        server.mcp.mount(app)
     with_sessions(app, type(environment).__name__, name or environment.name)
     return app
 
@@ -135,14 +139,6 @@ def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | 
                 yield
 
     return lifespan
-
-
-def _mcp_endpoint(environment: Environment, server: _ResourcesServer, name: str | None, seconds: float) -> McpEndpoint:
-    from roundhouse.compat.mcp import McpEndpoint  # the SDK takes long to import, and most servers do without
-
-    tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
-    server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, seconds)
-    return server.mcp
 
 
 class _Routes:
