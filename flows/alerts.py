@@ -115,7 +115,12 @@ def install(webhook: str | None = None, suspend: Collection[str] = ()) -> list[A
             else:
                 kept = [action for action in present.actions if not isinstance(action, OURS)]
                 ours = [action for action in wanted if not (kept and isinstance(action, DoNothing))]
-                _change(client, present, kind.trigger, [*ours, *kept])
+                body = present.model_dump(mode="json", include={"name", "description", "enabled", "tags"}) | {
+                    "trigger": kind.trigger.model_dump(mode="json"),
+                    "actions": [action.model_dump(mode="json") for action in [*ours, *kept]],
+                }
+                # Prefect's own method leaves out what equals a default, the kinds of trigger and actions among it: refused
+                client._client.put(f"/automations/{present.id}", json=body).raise_for_status()
         found = _read(client)
     Variable.set(INSTALLED, [kind.automation for kind in ALERTS], overwrite=True)
     return found
@@ -145,16 +150,6 @@ def remove() -> list[str]:
         for automation in found:
             client.delete_automation(automation.id)
     return [automation.name for automation in found]
-
-
-def _change(client: SyncPrefectClient, automation: Automation, trigger: EventTrigger, actions: list[Any]) -> None:
-    """Prefect's own client leaves out what equals a default, the kinds of trigger and actions among it, and is refused."""
-    fields = automation.model_dump(mode="json", include={"name", "description", "enabled", "tags"})
-    body = fields | {
-        "trigger": trigger.model_dump(mode="json"),
-        "actions": [action.model_dump(mode="json") for action in actions],
-    }
-    client._client.put(f"/automations/{automation.id}", json=body).raise_for_status()
 
 
 def _read(client: SyncPrefectClient) -> list[Automation]:

@@ -106,7 +106,14 @@ def _stay_within_budget(run: Run, k: int) -> None:
             raise budget_reached(run, k, lines)
         form = _budget_form(run, k, lines, note)
         given = suspend_flow_run(wait_for_input=form, key=f"budget-{k}-{raised}-{number}", timeout=PAUSE_SECONDS)
-        note = _take(run, given)
+        values: dict[str, Any] = given.model_dump()
+        more = {name: values[name] for name, limit in budget_of(run).items() if values[name] > limit}
+        note = "" if more else "The last answer raised nothing.\n\n"
+        try:
+            if more:
+                raise_budget(run, more, values["comment"], values["name"] or "a person in Prefect")
+        except ConfigError as error:
+            note = f"{error}\n\n"
 
 
 def _budget_form(run: Run, k: int, lines: list[str], note: str) -> type[RunInput]:
@@ -122,16 +129,3 @@ def _budget_form(run: Run, k: int, lines: list[str], note: str) -> type[RunInput
         f"**Run {run.run_id} rests before iteration {k}.**\n\n{used}\n\n{note}Raise what is used up; the run goes on."
     )
     return form.with_initial_data(description=said)
-
-
-def _take(run: Run, given: RunInput) -> str:
-    """Record what the form raises; a note for the next form where it raised nothing."""
-    values: dict[str, Any] = given.model_dump()
-    present = budget_of(run)
-    more = {name: values[name] for name in present if values[name] > present[name]}
-    try:
-        if more:
-            raise_budget(run, more, values["comment"], values["name"] or "a person in Prefect")
-    except ConfigError as error:
-        return f"{error}\n\n"
-    return "" if more else "The last answer raised nothing.\n\n"

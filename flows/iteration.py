@@ -20,7 +20,7 @@ from roundhouse.activity import announce
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
 from roundhouse.health.errors import Severity
-from roundhouse.health.policy import Course, Past, Step, after_failure, code_of, kind_of
+from roundhouse.health.policy import Past, Step, after_failure, code_of, kind_of
 from roundhouse.stages.checkpoint import skip_after, skipped_in_a_row
 from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import refuse_lost
@@ -159,7 +159,15 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
         except Exception as error:
             refuse_lost(run.location)  # what failed may have failed since another process drives the run
             course = after_failure(error, config.failures, past)
-            _report(run, k, error, course)
+            wait = f", {course.seconds:.0f} s" if course.step is Step.WAIT else ""
+            reporter_of(run).report_error(
+                "train",
+                f"iteration {k}",
+                f"Iteration {k} failed ({code_of(error)}): {course.step}{wait}, since {course.reason}.",
+                Severity.ERROR if course.step is Step.STOP else Severity.WARNING,
+                {"code": code_of(error), "kind": kind_of(error).value, "step": course.step.value},
+            )
+            announce("recovery", iteration=k, step=course.step.value, code=code_of(error), seconds=course.seconds)
             if course.step is Step.STOP:
                 raise
             if course.step is Step.SKIP:
@@ -168,15 +176,3 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
                 return published
         time.sleep(course.seconds)
         past = replace(past, waits=past.waits + 1, waited_seconds=past.waited_seconds + course.seconds)
-
-
-def _report(run: Run, k: int, error: Exception, course: Course) -> None:
-    wait = f", {course.seconds:.0f} s" if course.step is Step.WAIT else ""
-    reporter_of(run).report_error(
-        "train",
-        f"iteration {k}",
-        f"Iteration {k} failed ({code_of(error)}): {course.step}{wait}, since {course.reason}.",
-        Severity.ERROR if course.step is Step.STOP else Severity.WARNING,
-        {"code": code_of(error), "kind": kind_of(error).value, "step": course.step.value},
-    )
-    announce("recovery", iteration=k, step=course.step.value, code=code_of(error), seconds=course.seconds)

@@ -82,7 +82,13 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
                 refuse=lambda: refuse_lost(run.location),
             )
         except Exception as error:
-            _report(run, stage, about, error)
+            kind, context = kind_of(error), TaskRunContext.get()
+            attempt = 1 if context is None else context.task_run.run_count
+            again = kind is Kind.INFRA and attempt <= RETRIES
+            details: dict[str, Any] = {"code": code_of(error), "kind": kind.value, "attempt": attempt, "again": again}
+            if isinstance(error, Stalled):
+                details["stack"] = error.stack
+            reporter_of(run).report_exception(stage, about, error, severity_of(error, again=again), details)
             if (known := typed(error)) is not error:
                 raise known from error
             raise
@@ -90,21 +96,6 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return bordered
-
-
-def _report(run: Run, stage: str, about: str, error: Exception) -> None:
-    kind = kind_of(error)
-    again = kind is Kind.INFRA and _attempt() <= RETRIES
-    details: dict[str, Any] = {"code": code_of(error), "kind": kind.value, "attempt": _attempt(), "again": again}
-    if isinstance(error, Stalled):
-        details["stack"] = error.stack
-    reporter_of(run).report_exception(stage, about, error, severity_of(error, again=again), details)
-
-
-def _attempt() -> int:
-    """Which attempt at its task this is, from 1."""
-    context = TaskRunContext.get()
-    return 1 if context is None else context.task_run.run_count
 
 
 def _about(arguments: dict[str, Any]) -> str:
