@@ -239,18 +239,14 @@ def _reader(leader: psutil.Process) -> Callable[[], float]:
     def read() -> float:
         nonlocal found, looked
         if (now := time.monotonic()) - looked > _TREE_SECONDS:
-            found, looked = _tree(leader), now
+            looked = now
+            try:  # parents first: what ends meanwhile is missing, and never counted twice
+                found = [leader, *leader.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                found = []
         return _seconds_of(found)
 
     return read
-
-
-def _tree(leader: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it, parents first: what ends meanwhile is missing, and never counted twice."""
-    try:
-        return [leader, *leader.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _seconds_of(found: Sequence[psutil.Process]) -> float:
