@@ -23,7 +23,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 BY_MAKE = {
     "soak": "--iterations 3 --minutes 5",
-    "bench-restart": "--repeats 1 --stages collect train",
+    "bench-restart": "--repeats 1 --stages train",
     "bench-gym": "--rollouts 20 --concurrency 8 --repeats 1 --kinds turns=1",
     "bench-journal": "--rollouts 20 --repeats 1",
     "bench-train": "--quick --kind quickstart",
