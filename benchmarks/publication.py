@@ -25,7 +25,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pyarrow as pa
-from roundhouse.store.manifest import Reference
 
 from roundhouse.config.loading import parse_config
 from roundhouse.cpu import process_seconds
@@ -33,7 +32,7 @@ from roundhouse.stages import train as stage
 from roundhouse.stages.checkpoint import publish, retain
 from roundhouse.stages.policy import starting_policy
 from roundhouse.store.run import Run, open_run
-from roundhouse.store.stage import read_manifest
+from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.schemas import SEQUENCES
 
