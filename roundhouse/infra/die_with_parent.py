@@ -14,11 +14,16 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+def end_with_parent(how: signal.Signals) -> None:
+    """From here on the kernel sends this process the signal when its parent dies; nothing on other systems than Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != int(sys.argv[1]):
-            sys.exit("The supervisor died before its service began.")
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
+
+
+def main() -> None:
+    end_with_parent(signal.SIGTERM)
+    if sys.platform == "linux" and os.getppid() != int(sys.argv[1]):
+        sys.exit("The supervisor died before its service began.")
     os.execv(sys.argv[2], sys.argv[2:])
 
 

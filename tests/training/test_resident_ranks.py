@@ -335,6 +335,19 @@ def test_a_rank_that_is_killed_is_named_and_none_is_left(model_dir: Path) -> Non
 
 
 @pytest.mark.long
+def test_ranks_end_with_the_launcher_that_is_killed(model_dir: Path) -> None:
+    """Ray killed an actor, and with it torchrun: its ranks waited for each other for ever."""
+    service = ranks_of()
+    try:
+        service.load_checkpoint(model_dir)
+        ranks = [psutil.Process(pid) for pid in pids(service)]
+        ranks[0].parent().kill()  # type: ignore[union-attr]
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+    finally:
+        service.close()
+
+
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_and_none_is_left(model_dir: Path) -> None:
     said = lost(30, signal.SIGSTOP, model_dir)
     assert "no answer within train.service.timeout_seconds (30 s): rank 0" in said

@@ -17,6 +17,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -39,6 +40,7 @@ with gc_paused():
     from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.http.ports import LOOPBACK
+    from roundhouse.infra.die_with_parent import end_with_parent
     from roundhouse.training.checkpoint import Cursor
     from roundhouse.training.parallel import Ranks, join, leave
     from roundhouse.training.service.engine import TrainEngine
@@ -212,6 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see RanksSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
+    end_with_parent(
+        signal.SIGKILL
+    )  # a rank that waits in a collective hears no SIGTERM, and its launcher may have no time
     place: str | None = None
     try:
         spec = read_spec(RanksSpec, options.spec, "group of ranks")
