@@ -232,7 +232,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> float:
 
 
 def _reader(leader: psutil.Process) -> Callable[[], float]:
-    """CPU seconds of a process and all below it. It is read twenty times a second; who is below it is looked up more rarely,
+    """CPU seconds of a process and all below it. It is read ten times a second; who is below it is looked up more rarely,
     since that goes through all processes of the machine."""
     found, looked = list[psutil.Process](), -math.inf
 

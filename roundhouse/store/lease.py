@@ -14,7 +14,7 @@ this machine is gone, is over at once.
 Processes that work for a driver (a training step, shards of a collection, as children or Jobs) commit nothing: what they
 write has names of their own, and counts once the driver commits it. So the next driver may take over a Job under way.
 
-Twenty times a second a driver also writes what CPU time it has used into a file of this machine's temporary directory. What was
+Ten times a second a driver also writes what CPU time it has used into a file of this machine's temporary directory. What was
 written there outlives a killed process, without a wait for the store: the next driver here takes it over into the record.
 
 A driver that is stopped exactly between its look and the creation of a manifest still commits that one stage, whole and under
@@ -52,7 +52,7 @@ SECONDS = 60.0
 _RENEWALS = 6
 """In that time; all but one may come late."""
 _LOOK_SECONDS = 1.0
-_METER_SECONDS = 0.05
+_METER_SECONDS = 0.1
 _METERED = struct.Struct("dd")
 _RECORD = re.compile(r"(\d{6,})\.json")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -79,7 +79,7 @@ class LeaseRecord(BaseModel):
     renewals: int = 0
     cpu_seconds: float = 0.0
     """What the driver's process and its programs on this machine (`roundhouse.cpu`) have used since it claimed the token, at
-    the last renewal. Of one that was killed, all but the last twentieth of a second; where no driver has followed on this
+    the last renewal. Of one that was killed, all but the last tenth of a second; where no driver has followed on this
     machine, all but what they used in a sixth of `seconds`."""
     lost_cpu_seconds: float = 0.0
     """Of these, what programs used that ended without a result."""

@@ -104,7 +104,7 @@ MODULES: dict[Target, str] = {
 SPAN_SECONDS = 3.0
 """A kill comes so long after its target began, at most."""
 UNRECORDED_SECONDS = 0.5
-"""CPU that a killed driver and its programs use at most after what was written last: of two cores in a twentieth of a
+"""CPU that a killed driver and its programs use at most after what was written last: of two cores in a tenth of a
 second, and the end of the programs, whose parent has gone."""
 
 

@@ -153,9 +153,7 @@ def test_what_killed_drivers_used_is_on_the_bill_once(tmp_path: Path) -> None:
     bill = bill_of(run)["cpu_seconds"]
     assert bill["interrupted"] >= 2, "a second of work in each of the two attempts"
     lost = used - sum(bill.values())
-    assert -0.1 < lost < 2 * 0.25, (
-        f"leases of a minute, and at most a twentieth of a second is missing: {lost} of {used} s"
-    )
+    assert -0.1 < lost < 2 * 0.25, f"leases of a minute, and at most a tenth of a second is missing: {lost} of {used} s"
 
 
 BURN = """
