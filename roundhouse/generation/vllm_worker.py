@@ -293,12 +293,13 @@ def _own_rows(embedding: Any, tensor: Any) -> Any:
 def _own_shards(layer: Any, tensors: list[Any]) -> list[Any]:
     """What this tensor-parallel worker has of a layer's matrices [outputs, inputs].
 
-    A row-parallel layer has columns; others have rows of each part. Where there are more workers than key-value heads,
-    `num_kv_head_replicas` neighbours have the same rows of K and V.
+    A row-parallel layer has columns, a column-parallel one rows of each part, and every worker has all of a replicated one, as
+    of a router. Where there are more workers than key-value heads, `num_kv_head_replicas` neighbours have the same rows of K
+    and V.
     """
     if hasattr(layer, "shard_indices"):
         return [_own_rows(layer, tensor) for tensor in tensors]
-    if getattr(layer, "tp_size", 1) == 1:
+    if getattr(layer, "tp_size", 1) == 1 or not hasattr(layer, "input_size_per_partition"):
         return tensors
     inputs = layer.input_size_per_partition
     if inputs < tensors[0].shape[1]:

@@ -68,6 +68,17 @@ def test_workers_with_the_same_key_value_head_have_the_same_rows_of_it() -> None
         assert [part.flatten().tolist() for part in own] == [of_q, [of_k]]
 
 
+def test_a_replicated_layer_is_proved_whole() -> None:
+    """A router of experts says the size of the group, and is not split."""
+    import torch
+
+    from roundhouse.generation.vllm_worker import _own_shards
+
+    router = torch.ones(4, 2)
+    [own] = _own_shards(SimpleNamespace(tp_size=2, tp_rank=1, input_size=2, output_partition_sizes=[4]), [router])
+    assert own is router
+
+
 def halved(name: str, tensor: Any) -> Any:
     """The tensor with the part of the second of two workers changed; all of it where both have the same."""
     changed, middle = tensor.clone(), [size // 2 for size in tensor.shape]
