@@ -131,6 +131,31 @@ def test_what_a_rollout_says_is_shown_and_never_run(page: Any, url: str) -> None
     assert page.locator("img, .pane script, .other script").count() == 0
 
 
+def test_a_press_in_the_midst_of_a_redraw_is_not_lost(page: Any, url: str) -> None:
+    open_page(page, url, "run=b&iteration=2")
+    page.fill(".search", "no such text")
+    page.hover("a.view:text-is('Quarantine')")
+    page.mouse.down()
+    page.wait_for_url("**q=no+such+text**")  # what was typed has been taken up, and the links redrawn with it
+    page.mouse.up()
+    page.wait_for_selector(".refusal")
+
+
+def test_a_late_answer_does_not_cover_the_view_that_is_shown_by_now(page: Any, url: str) -> None:
+    late: list[Any] = []
+    page.route("**/api/quarantine**", lambda route: late.append(route))
+    open_page(page, url, "run=b&iteration=2")
+    page.click("a.view:text-is('Quarantine')")
+    page.wait_for_url("**view=quarantine**")
+    page.click("a.view:text-is('Compare')")
+    page.wait_for_selector("select[aria-label='B run']")
+    with page.expect_response("**/api/quarantine**"):
+        late[0].continue_()
+    page.evaluate("() => new Promise((done) => setTimeout(done, 200))")
+    assert page.locator(".compare").count() == 1
+    assert page.locator(".quarantine").count() == 0
+
+
 def test_tokens_are_coloured_by_what_was_trained(page: Any, url: str) -> None:
     open_page(page, url, "run=a&iteration=2&rollout=sum/1/1&at=2&tab=tokens")
     page.wait_for_selector(".stream .tok")

@@ -1,7 +1,7 @@
 // The page: what stands where, which change draws what, and the keys.
 
 import { compareView } from "./compare.js";
-import { empty, h, number, replace, svg } from "./dom.js";
+import { empty, h, number, refresh, replace, svg } from "./dom.js";
 import { clear, FilterBar } from "./filters.js";
 import { quarantineView } from "./quarantine.js";
 import { replaysView } from "./replays.js";
@@ -34,7 +34,7 @@ function drawTop() {
   const run = store.runs.find((each) => each.run_id === now.run);
   const link = (view, label) => h(`a.view${now.view === view ? ".on" : ""}`, { href: address({ view }), onclick: (event) => { event.preventDefault(); go({ view }); } }, label);
   const stage = (name) => h(`a.view${now.stage === name ? ".on" : ""}`, { href: address({ stage: name }), onclick: (event) => { event.preventDefault(); go({ stage: name, rollout: "", at: "", reason: "" }); } }, name);
-  replace(top,
+  refresh(top, h("header.top", {},
     h("a.brand", { href: address({ view: "rollouts", rollout: "", at: "" }), title: store.store }, logo(), "roundhouse"),
     store.runs.length > 1
       ? h("select.run", { "aria-label": "Run", onchange: (event) => go({ ...Object.fromEntries(FILTERS.map((name) => [name, ""])), run: event.target.value, iteration: "", ...(isDataset(event.target.value) ? { stage: "collect" } : {}), rollout: "", at: "", task: "" }) }, store.runs.map(({ run_id: id }) => h("option", { value: id, selected: id === now.run }, id.replace(/^datasets\//, "dataset "))))
@@ -43,7 +43,7 @@ function drawTop() {
     !isExport && !isDataset(now.run) && h("nav.switch", { "aria-label": "Stage" }, stage("collect"), stage("evaluate")),
     h("nav.views", {}, link("rollouts", "Rollouts"), link("quarantine", "Quarantine"), !isExport && link("compare", "Compare"), !isExport && !isDataset(now.run) && link("replays", "Replays")),
     h("button.icon", { type: "button", title: "Dark or light (t)", "aria-label": "Dark or light", onclick: switchTheme }, "◐"),
-    h("button.icon", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: () => help.showModal() }, "?"));
+    h("button.icon", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: () => help.showModal() }, "?")));
 }
 
 function logo() {

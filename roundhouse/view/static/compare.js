@@ -20,8 +20,11 @@ const other = (now) => ({ run: now.b_run || now.run, iteration: now.b_iteration 
 
 export async function compareView(element, store) {
   if (!element.querySelector(".compare")) replace(element, h("section.compare", { "aria-busy": "true" }, empty("Comparing …", "The rollouts of both sides are being read.")));
-  if (!state().b_run && !state().b_iteration && !state().b_stage) return go(await ends(state().run), { quiet: true });
   const now = state();
+  if (!now.b_run && !now.b_iteration && !now.b_stage) {
+    const found = await ends(now.run);
+    return state() === now ? go(found, { quiet: true }) : undefined;
+  }
   const sides = [scope(), other(now)];
   const iterations = await Promise.all(sides.map(({ run }) => ask("run", { run })));
   const picker = h(".pickers", {}, sides.map((side, k) => chooser(side, k ? "b_" : "", store.runs, iterations[k].iterations)));
@@ -29,8 +32,10 @@ export async function compareView(element, store) {
   try {
     found = await ask("compare", { ...sides[0], ...Object.fromEntries(Object.entries(sides[1]).map(([name, value]) => [`b_${name}`, value])) });
   } catch (error) {
-    return replace(element, h("section.compare", {}, picker, empty("These cannot be compared", error.message)));
+    found = { error };
   }
+  if (state() !== now) return undefined; // another view, or other sides, are shown by now
+  if (found.error) return replace(element, h("section.compare", {}, picker, empty("These cannot be compared", found.error.message)));
   const { tasks, only_a: onlyA, only_b: onlyB } = found;
   const better = tasks.filter((row) => row.delta > 0).length;
   const worse = tasks.filter((row) => row.delta < 0).length;

@@ -31,6 +31,23 @@ export function replace(element, ...children) {
   element.replaceChildren(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
+/**
+ * Make `element` like `wanted`, in place: a node that is still wanted stays the same one. So a press of the mouse in the midst of a
+ * redraw is not lost, for which the browser needs the node it began on. Listeners stay too: they may not hold what changes.
+ */
+export function refresh(element, wanted) {
+  const [are, become] = [[...element.childNodes], [...wanted.childNodes]];
+  if (are.length !== become.length || are.some((node, k) => node.nodeName !== become[k].nodeName)) return element.replaceChildren(...become);
+  are.forEach((node, k) => {
+    if (node.nodeType === Node.TEXT_NODE) { if (node.data !== become[k].data) node.data = become[k].data; return; }
+    for (const { name } of [...node.attributes]) if (!become[k].hasAttribute(name)) node.removeAttribute(name);
+    for (const { name, value } of become[k].attributes) if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+    refresh(node, become[k]);
+    if (node.tagName === "SELECT") node.value = become[k].value;
+  });
+  return undefined;
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");

@@ -10,7 +10,9 @@ export async function quarantineView(element) {
   if (state().stage === "evaluate") {
     return replace(element, empty("No quarantine", "Held-out rollouts are not trained on, so none is refused."));
   }
+  const asked = state();
   const { stages, reasons, failed, rows } = await ask("quarantine", scope());
+  if (state() !== asked) return undefined; // another view, or another scope, is shown by now
   if (stages.validate !== "complete") {
     const note = stages.validate === "unfinished" ? "has begun and is not complete" : "has not run";
     if (!rows.length) return replace(element, empty("Not validated yet", `Stage validate ${note}: what it will refuse is not known.`), failures(failed));

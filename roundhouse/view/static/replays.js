@@ -7,8 +7,10 @@ import { state } from "./state.js";
 const METRICS = 8;
 
 export async function replaysView(element) {
-  const { run } = state();
+  const asked = state();
+  const { run } = asked;
   const found = await ask("replays", { run }, { fresh: true });
+  if (state() !== asked) return undefined; // another view, or another run, is shown by now
   if (!found.length) {
     return replace(element, empty("No replay of this run", `roundhouse replay ${run} --iterations 1:3 runs recorded stages again and compares them.`));
   }
