@@ -114,11 +114,6 @@ class TransferTransport(DirectTransport):
                 f"generation.weight_sync is transfer, into vLLM, but generation.backend is {generation.backend}. Set "
                 "generation.backend to vllm, or generation.weight_sync to store."
             )
-        if run.infra.kind == "kubernetes":
-            raise ValueError(
-                "generation.weight_sync is transfer, but with infra.kind kubernetes no engine may reach the flow's pod "
-                "(k8s/base/network.yaml). Set it to store or delta."
-            )
         if generation.transfer_backend == "nccl" and generation.gpus_per_replica == 0:
             raise ValueError(
                 "generation.transfer_backend is nccl, but generation.gpus_per_replica is 0: nccl is between GPUs. Set "
@@ -196,7 +191,10 @@ def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
         store.set(f"{source.key}/member/{number}", json.dumps({"replica": replica_id, "workers": workers}))
         seat = json.loads(store.get(f"{source.key}/seat/{number}"))
     except OSError as error:
-        raise NoSeat(f"the sender at {source.address}:{source.port} is not there: {error}") from error
+        raise NoSeat(
+            f"the sender at {source.address}:{source.port} cannot be reached: {error}. If it is still there, a firewall is "
+            "between: in a cluster, k8s/components/weight-transfer lets engines to the flow's pod"
+        ) from error
     except RuntimeError as error:  # torch's DistError: lost, or not in time
         raise NoSeat(f"no seat was given within {source.seconds:g} s: {_first_line(error)}") from error
     return Seat(**seat)

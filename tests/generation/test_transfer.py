@@ -190,7 +190,7 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
         gone = sending.source("float32").model_copy(update={"port": 9})
     (replica,) = engine.ensure(CONFIG, model, str(second), 103, by(gone, second))
     assert replica.transport == "store"
-    assert "is not there" in str(replica.transport_note)
+    assert "cannot be reached" in str(replica.transport_note)
     assert replica.ready
 
 

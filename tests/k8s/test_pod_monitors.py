@@ -29,9 +29,9 @@ RAY = {"name": "metrics", "containerPort": 8080}
 """What KubeRay adds to a container of its pods that does not declare it."""
 
 
-def with_component(overlay: str, directory: Path) -> list[Object]:
+def with_component(overlay: str, directory: Path, component: str = "pod-monitors") -> list[Object]:
     k8s = os.path.relpath(ROOT / "k8s", directory.resolve())
-    tree = {"resources": [f"{k8s}/overlays/{overlay}"], "components": [f"{k8s}/components/pod-monitors"]}
+    tree = {"resources": [f"{k8s}/overlays/{overlay}"], "components": [f"{k8s}/components/{component}"]}
     (directory / "kustomization.yaml").write_text(yaml.safe_dump(tree | {"namespace": "roundhouse"}))
     return rendered_at(directory)
 
