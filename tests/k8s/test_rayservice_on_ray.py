@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ from tests.k8s.stand import Stand
 from tests.k8s.test_rayservice import manifest
 
 CONFIG = GenerationConfig(
-    backend="transformers", max_model_len=256, start_timeout_seconds=150, refit_timeout_seconds=60
+    weight_sync="transfer", max_model_len=256, kv_cache_gib=0.1, start_timeout_seconds=150, refit_timeout_seconds=60
 )
 
 
@@ -46,20 +44,10 @@ def committed(location: Location, directory: Path, version: int) -> str:
     return attempt.commit(directory=written.directory).uri
 
 
-@dataclass
-class Service:
-    """A RayService before its Ray cluster."""
-
-    engine: RayServiceServed
-    bucket: str
-    uris: list[str]
-    """Of two checkpoints in the bucket."""
-    directories: list[Path]
-    """With the same weights."""
-
-
-@pytest.fixture
-def service(stand: Stand, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+@pytest.mark.long
+def test_the_flow_starts_the_application_of_a_rayservice_and_refits_its_replica_in_place(
+    stand: Stand, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     bucket, name = f"rh-{uuid.uuid4().hex[:12]}", "engine"
     s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
@@ -71,50 +59,41 @@ def service(stand: Stand, s3_server: str, tmp_path: Path, monkeypatch: pytest.Mo
     ]
     if stand.plane is not None:
         install_crd(stand.admin)
-    stand.admin.create(f"/apis/ray.io/v1/namespaces/{stand.namespace}/rayservices", manifest(name, stand.namespace))
+    path = f"/apis/ray.io/v1/namespaces/{stand.namespace}/rayservices"
+    stand.admin.create(path, manifest(name, stand.namespace))
     with ray_head() as ray:
         operator = Operator(stand.admin, stand.namespace, RealServe(ray))
         infra = KubernetesInfra.model_validate(
             {"namespace": stand.namespace, "engine": {"ray_service": name, "url": ray.http_url}}
         )
         assert infra.engine is not None
+        engine = RayServiceServed(infra, infra.engine, ServedRun("a", "uid-of-a", run.uri))
         try:
-            yield Service(
-                RayServiceServed(infra, infra.engine, ServedRun("a", "uid-of-a", run.uri)), bucket, uris, directories
-            )
+            _refit_in_place(engine, uris, directories, nothing=f"s3://{bucket}/nothing")
         finally:
             operator.stop()
 
 
-@pytest.mark.long
-def test_the_flow_starts_the_application_of_a_rayservice_and_refits_its_replica_in_place(service: Service) -> None:
-    engine, uris = service.engine, service.uris
+def _refit_in_place(engine: RayServiceServed, uris: list[str], directories: list[Path], nothing: str) -> None:
+    """By the bucket and from this process. What an engine hears of either it hears through `serveConfigV2`."""
     [first] = engine.ensure(CONFIG, uris[0], uris[0], 0)
-    [second] = engine.ensure(CONFIG, uris[0], uris[1], 1)
-    assert (first.policy_version, second.policy_version, second.weights) == (0, 1, uris[1])
-    assert (first.pid, first.replica_id) == (second.pid, second.replica_id), "in place"
-    with pytest.raises(DeploymentFailed, match="no safetensors files"):
-        engine.ensure(CONFIG, uris[0], f"s3://{service.bucket}/nothing", 2)
-    assert engine.ensure(CONFIG, uris[0], uris[1], 1)[0].pid == first.pid
-
-
-@pytest.mark.long
-def test_weights_come_from_the_flows_process_and_from_the_bucket_where_it_cannot_be_reached(service: Service) -> None:
-    """What an engine hears of the sender it hears through `serveConfigV2`, as KubeRay hands it on."""
-    config = CONFIG.model_copy(update={"backend": "vllm", "weight_sync": "transfer", "kv_cache_gib": 0.1})
-    engine, uris, second = service.engine, service.uris, service.directories[1]
-    [first] = engine.ensure(config, uris[0], uris[0], 0)
-    with Sender(second, "gloo", [first.replica_id], "127.0.0.1", seconds=30) as sending:
+    assert (first.policy_version, first.weights, first.transport) == (0, uris[0], "store")
+    digests = [digest_of(directory) for directory in directories]
+    with Sender(directories[1], "gloo", [first.replica_id], "127.0.0.1", seconds=30) as sending:
         source = sending.source("float32")
-        [sent] = engine.ensure(config, uris[0], uris[1], 1, RefitOptions(digest_of(second), source.model_dump()))
-    assert (sent.transport, sent.transport_note, sent.pid) == ("transfer", None, first.pid)
-    assert sending.sent == 1
+        [sent] = engine.ensure(CONFIG, uris[0], uris[1], 1, RefitOptions(digests[1], source.model_dump()))
+    assert (sent.transport, sent.transport_note, sending.sent) == ("transfer", None, 1)
     require_agreement([sent], "float32")
-    with socket.socket() as taken:  # nobody listens there: of a sender that has gone, or that a NetworkPolicy hides
-        taken.bind(("127.0.0.1", 0))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there: of a sender that has gone, or that a NetworkPolicy hides
         hidden = source.model_copy(update={"port": taken.getsockname()[1]})
-        options = RefitOptions(digest_of(service.directories[0]), hidden.model_dump())
-        [read] = engine.ensure(config, uris[0], uris[0], 2, options)
-    assert (read.transport, read.pid) == ("store", first.pid)
+        [read] = engine.ensure(CONFIG, uris[0], uris[0], 2, RefitOptions(digests[0], hidden.model_dump()))
+    assert (read.transport, read.policy_version) == ("store", 2)
     assert "k8s/components/weight-transfer" in str(read.transport_note)
     assert read.probe != sent.probe
+    with pytest.raises(DeploymentFailed, match="no safetensors files"):
+        engine.ensure(CONFIG, uris[0], nothing, 3)
+    [last] = engine.ensure(CONFIG, uris[0], uris[1], 4)
+    assert last.probe == sent.probe
+    assert {one.pid for one in (sent, read, last)} == {first.pid}, "in place"
+    assert {one.replica_id for one in (sent, read, last)} == {first.replica_id}
