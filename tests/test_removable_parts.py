@@ -35,6 +35,13 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+def test_imports_point_downwards_only() -> None:
+    """The contracts of pyproject.toml, which `make check` holds, too: nothing else of the suite would see one broken."""
+    command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_an_iteration_runs_without_the_removable_parts() -> None:
     """Refit, collection, validation and a training step, beside the import of the flow; all parts are away."""
     way = ROOT / "tools" / "measure_way.py"

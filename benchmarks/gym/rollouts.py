@@ -39,7 +39,7 @@ import psutil
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 
 HERE = Path(__file__).resolve().parent
-ENDS_WITH_US = (sys.executable, "-m", "roundhouse.infra.die_with_parent", str(os.getpid()))
+ENDS_WITH_US = (sys.executable, "-m", "roundhouse.die_with_parent", str(os.getpid()))
 """Before a command: the servers get SIGTERM when this process ends, however it ends."""
 ROUNDHOUSE = (sys.executable, "-c", "from roundhouse.cli import main; main()")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}

@@ -207,7 +207,7 @@ class Children:
         path = self.log(name)
         with path.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "roundhouse.infra.die_with_parent", str(os.getpid()), *command],
+                [sys.executable, "-P", "-m", "roundhouse.die_with_parent", str(os.getpid()), *command],
                 cwd=directory,
                 env={**environment, MARK: f"{self._mark}::{name}"},
                 stdin=subprocess.DEVNULL,

@@ -110,7 +110,7 @@ class ServiceMonitor:
             output.write(f"\n--- started {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n".encode())
             output.flush()
             process = subprocess.Popen(
-                [sys.executable, "-m", "roundhouse.infra.die_with_parent", str(getpid()), *command],
+                [sys.executable, "-m", "roundhouse.die_with_parent", str(getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

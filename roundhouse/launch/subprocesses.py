@@ -145,7 +145,7 @@ class ChildProcess:
             InfraError: it took too long.
             Stopped: it was asked to end.
         """
-        parent = ["-m", "roundhouse.infra.die_with_parent", str(os.getpid())]
+        parent = ["-m", "roundhouse.die_with_parent", str(os.getpid())]
         mark = f"program-{uuid.uuid4().hex}"
         with self.log.open("wb") as output:
             process = subprocess.Popen(

@@ -180,7 +180,7 @@ def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:
     Raises:
         ConfigError: what it said when it failed.
     """
-    parent = ["-m", "roundhouse.infra.die_with_parent", str(os.getpid())]
+    parent = ["-m", "roundhouse.die_with_parent", str(os.getpid())]
     command = [sys.executable, "-P", *parent, sys.executable, "-P", "-m", __name__, str(file), str(directory)]
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:

@@ -37,10 +37,10 @@ with gc_paused():
 
     from roundhouse.config.models import TrainConfig
     from roundhouse.config.training import TOKEN_VARIABLE
+    from roundhouse.die_with_parent import end_with_parent
     from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.http.ports import LOOPBACK
-    from roundhouse.infra.die_with_parent import end_with_parent
     from roundhouse.training.checkpoint import Cursor
     from roundhouse.training.parallel import Ranks, join, leave
     from roundhouse.training.service.engine import TrainEngine

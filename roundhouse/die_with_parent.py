@@ -1,4 +1,4 @@
-"""Start a command that does not outlive the supervisor: `python -m roundhouse.infra.die_with_parent <parent> <command> …`.
+"""Start a command that does not outlive the supervisor: `python -m roundhouse.die_with_parent <parent> <command> …`.
 
 Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies, by whatever means; elsewhere the next
 `up` or `down` ends what was left. The command replaces this process, so nothing of it stays in memory.
