@@ -38,6 +38,7 @@ from roundhouse.generation.protocol import (
 )
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
+from roundhouse.weight_sync.transfer import FIREWALL
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -247,7 +248,9 @@ class VllmEngine:
                 except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
                     await self.engine.check_health()
                     raise WeightTransferFailed(
-                        f"the group did not come together: {_cause(error)}", touched=False
+                        f"the group of the sender at {init['master_address']} did not come together: {_cause(error)}. If it is "
+                        f"still there, {FIREWALL}",
+                        touched=False,
                     ) from error
                 await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
                 arrived = await self._receive(update, change)

@@ -62,6 +62,8 @@ _SENDER, _LINK, _TENSOR = 25e9, 45e9, 13e-6
 """Of NCCL over links of 400 Gb/s a GPU: bytes a second of one sender, bytes a second that a receiver takes of all, seconds a
 tensor. Fitted to three published refits of Miles (GLM-4.7-Flash and Qwen3-30B-A3B by one sender, GLM-4.5-Air by four)."""
 REACH_SECONDS = 5.0
+FIREWALL = "a firewall is between: in a cluster, k8s/components/weight-transfer lets engines to the flow's pod"
+"""What hides a sender that is there, and the remedy."""
 TRANSFER_SHARE = 0.25
 """Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
 where it fails."""
@@ -192,11 +194,12 @@ def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
         seat = json.loads(store.get(f"{source.key}/seat/{number}"))
     except OSError as error:
         raise NoSeat(
-            f"the sender at {source.address}:{source.port} cannot be reached: {error}. If it is still there, a firewall is "
-            "between: in a cluster, k8s/components/weight-transfer lets engines to the flow's pod"
+            f"the sender at {source.address}:{source.port} cannot be reached: {error}. If it is still there, {FIREWALL}"
         ) from error
     except RuntimeError as error:  # torch's DistError: lost, or not in time
-        raise NoSeat(f"no seat was given within {source.seconds:g} s: {_first_line(error)}") from error
+        raise NoSeat(
+            f"the sender at {source.address}:{source.port} gave no seat within {source.seconds:g} s: {_first_line(error)}"
+        ) from error
     return Seat(**seat)
 
 
