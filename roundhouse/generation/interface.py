@@ -275,6 +275,7 @@ class VllmGeneration(ListGeneration):
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        self._llm.collective_rpc("roundhouse_forget")
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         cleanup_dist_env_and_memory()

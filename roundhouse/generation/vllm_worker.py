@@ -96,6 +96,13 @@ class RefitExtension:
         retie_head(model)
         return probe(model, _Checkpoint(path))
 
+    def roundhouse_forget(self) -> None:
+        """Before the engine ends in a process that goes on: vLLM's table of layers holds those that were reloaded for good."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+            LAYERWISE_INFO.pop(layer, None)
+
     # A transfer, between the steps of vLLM's own interface: start, watch, update, arrived, finish, prove; or abandon.
 
     _arrivals: Arrivals | None = None
