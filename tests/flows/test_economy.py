@@ -74,9 +74,15 @@ def test_a_server_that_is_busy_for_a_moment_costs_a_moment(busy: Busy, kind: str
     assert time.monotonic() - began < PREFECT_PAUSE
 
 
-def test_who_stays_busy_is_asked_with_growing_pauses_to_the_end(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr("prefect.client.base.time.sleep", pauses.append)
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What this thread would have slept; others sleep."""
+    this, asleep, asked = threading.get_ident(), time.sleep, list[float]()
+    monkeypatch.setattr(time, "sleep", lambda s: asked.append(s) if threading.get_ident() == this else asleep(s))
+    return asked
+
+
+def test_who_stays_busy_is_asked_with_growing_pauses_to_the_end(busy: Busy, pauses: list[float]) -> None:
     busy.refusals = 5
     ask("sync", f"http://127.0.0.1:{busy.server_port}")
     assert busy.asked == 6
@@ -86,9 +92,7 @@ def test_who_stays_busy_is_asked_with_growing_pauses_to_the_end(busy: Busy, monk
     assert pauses[4] > 2**5 / 2
 
 
-def test_a_pause_that_the_server_names_is_kept(busy: Busy, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr("prefect.client.base.time.sleep", pauses.append)
+def test_a_pause_that_the_server_names_is_kept(busy: Busy, pauses: list[float]) -> None:
     busy.refusals, busy.headers = 1, {"Retry-After": "7"}
     ask("sync", f"http://127.0.0.1:{busy.server_port}")
     assert len(pauses) == 1
