@@ -309,7 +309,12 @@ def supervised(
 def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, which a stage's watchdog can cancel from outside."""
     supervision = _supervision.get()
-    return asyncio.run(main if supervision is None else supervision.cancellable(main))
+    if supervision is None:
+        return asyncio.run(main)
+    try:
+        return asyncio.run(supervision.cancellable(main))
+    finally:
+        supervision.leave_loop()
 
 
 class Supervision(Generic[T]):
@@ -321,6 +326,9 @@ class Supervision(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._gate = threading.Lock()
+        """Held while its event loop or the work itself is declared ended, and while its thread is interrupted, so that what
+        has ended is never interrupted."""
         self._context = contextvars.copy_context()
         self.given_up = False
         self.thread = _free_worker()
@@ -345,10 +353,11 @@ class Supervision(Generic[T]):
         task = asyncio.current_task()
         assert task is not None
         self._main = asyncio.get_running_loop(), task
-        try:
-            return await main
-        finally:
-            self._main = None
+        return await main
+
+    def leave_loop(self) -> None:
+        """Its event loop has ended."""
+        self._declare(lambda: setattr(self, "_main", None))
 
     def stack(self) -> str:
         """Where it stands, or what it waits for does."""
@@ -357,23 +366,39 @@ class Supervision(Generic[T]):
         frame: FrameType | None = sys._current_frames().get(self.thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:])
 
-    def interrupt(self, grace: float, until: threading.Event | None = None) -> None:
-        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself, until it is
-        done or this other event is set."""
-        self.given_up, done = True, until or self.done
+    def interrupt(self, grace: float) -> None:
+        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself; and the event
+        loop of the work that it waits for, where that does not end by itself. What this work does after its loop, such as to
+        write down what it has, is not interrupted in the work that is waited for."""
+        self.given_up = True
         if (main := self._main) is not None:
             loop, task = main
             if not loop.is_closed():
                 loop.call_soon_threadsafe(task.cancel)
-            if done.wait(grace / 2):
+            if self.done.wait(grace / 2):
                 return
-        deadline = time.monotonic() + grace / 2
-        while self.thread.ident is not None and time.monotonic() < deadline:
+        began = time.monotonic()
+        while (seconds := time.monotonic() - began) < grace / 2:
             # Again and again: in an event loop it ends one coroutine, and the next one may block in the same way.
-            # Raised in that thread when it next runs Python code
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(Interrupted))
-            if done.wait(_INTERRUPT_SECONDS):
+            self._interrupt_thread()
+            if (inner := self._inner) is not None and seconds > grace / 5:
+                inner.given_up = True
+                inner._interrupt_thread(only_in_loop=True)
+            if self.done.wait(_INTERRUPT_SECONDS):
                 return
+
+    def _interrupt_thread(self, only_in_loop: bool = False) -> None:
+        """Raise `Interrupted` in its thread when that next runs Python code, unless it has ended."""
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        while time.monotonic() < deadline:
+            with self._gate:
+                ident, ended = self.thread.ident, self._main is None if only_in_loop else self.done.is_set()
+                if ident is None or ended:
+                    return
+                if not _starts_a_thread(ident):
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
+                    return
+            time.sleep(0.005)
 
     def _run(self) -> None:
         _supervision.set(self)
@@ -382,7 +407,24 @@ class Supervision(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised again, in the caller
             self._error = error
         finally:
-            self.done.set()
+            self._declare(self.done.set)
+
+    def _declare(self, end: Callable[[], None]) -> None:
+        while True:
+            try:
+                with self._gate:
+                    return end()
+            except Interrupted:  # on its way since before
+                continue
+
+
+def _starts_a_thread(ident: int) -> bool:
+    """Whether a thread has started another that does not run yet. Python 3.11 files it under the thread that starts it, so
+    that an interruption could end it before it has said that it runs, for which the other waits for ever."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["self"].ident is None
 
 
 class _Worker(threading.Thread):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from roundhouse.activity import ACTIVITY, GRACE_SECONDS, Interrupted, Supervision, announce, run_interruptible
+from roundhouse.activity import ACTIVITY, Interrupted, announce, run_interruptible
 from roundhouse.collection import collector
 from roundhouse.collection import controller as happened
 from roundhouse.collection.collector import Collected, Parts, Progress
@@ -60,9 +60,6 @@ from roundhouse.trajectories.records import FailureKind, Rollout, Status
 log = logging.getLogger(__name__)
 
 FLUSH_PATIENCE_SECONDS = 300.0
-INTERRUPT_SECONDS = GRACE_SECONDS / 5
-"""For the event loop of a stage that its watchdog has given up to be cancelled, then for its thread to be interrupted: both
-within the time that the stage has to end."""
 
 
 @dataclass
@@ -108,8 +105,6 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ready = threading.Event()
-        self._left = threading.Event()
-        """The event loop has ended."""
         self._running = 0
 
     # From the stage's thread
@@ -190,14 +185,6 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
                     dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
                 self._call_soon(task.cancel)
 
-    def interrupt(self) -> None:
-        def end(supervision: Supervision[None]) -> None:
-            if not self._left.wait(INTERRUPT_SECONDS):
-                supervision.interrupt(INTERRUPT_SECONDS, until=self._left)
-
-        if self._supervision is not None:  # in a thread that is not interrupted, as the caller's is again and again
-            threading.Thread(target=end, args=(self._supervision,), daemon=True).start()
-
     def _is_at_work(self, opened: OpenCollection) -> bool:
         return bool(opened.running)
 
@@ -212,7 +199,6 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
             try:
                 run_interruptible(self._work())
             finally:  # however the event loop ended
-                self._left.set()
                 self._write_down()
         except asyncio.CancelledError:
             pass
@@ -390,13 +376,10 @@ class Collector:
         finished = tuple((*key, version) for key, spec in keys if spec.rollout_id in there)
         dispatch.tell(Restarted(version, finished, ((ENGINE, version),)))
         runner = runner_of(self._config, plan, dispatch, engine_url, sampling=sampling, on_policy=on_policy)
-        runner.start()
         try:
+            runner.start()
             opened = runner.open(version + 1, self._attempt, progress)
             is_whole = runner.wait(opened)
-        except Interrupted:
-            runner.interrupt()
-            raise
         finally:
             _end(runner, version + 1)
         if not is_whole or runner.error is not None:

@@ -300,9 +300,6 @@ class RolloutRunner(ABC, Generic[O, A]):
         if self._supervision is not None and not self._supervision.done.wait(limit):
             raise InfraError(f"The rollout runner has not ended within {limit:g} s.")
 
-    def interrupt(self) -> None:
-        """While `stop` waits: end rollouts even where one holds the runner's thread, as far as that can be."""
-
     @abstractmethod
     def open(self, iteration: int, attempt: A, progress: Progress | None = None) -> O:
         """Let an iteration's rollouts begin, in an attempt at its stage; what earlier attempts finished is kept, as far as the

@@ -82,6 +82,17 @@ def test_a_loop_blocked_by_an_environment_is_given_up_and_the_line_is_named() ->
     assert _left(", in blocks\n")
 
 
+def test_work_that_starts_threads_is_interrupted_and_not_the_threads_that_it_starts() -> None:
+    def starts() -> None:
+        while True:
+            threading.Thread(target=lambda: None).start()
+
+    for _ in range(12):
+        with pytest.raises(Stalled):
+            supervised(starts, "collect", "iteration 3", LIMIT / 6, Activity(), grace=4.0)
+    assert _left(", in starts\n"), "it waits for ever for a thread that has ended before it began"
+
+
 def test_a_call_that_cannot_be_interrupted_is_left_behind() -> None:
     begun = time.monotonic()
     with pytest.raises(Stalled):

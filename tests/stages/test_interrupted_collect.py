@@ -17,6 +17,7 @@ import pytest
 
 from roundhouse.activity import ACTIVITY, Interrupted, Stalled, supervised
 from roundhouse.collection import collector
+from roundhouse.collection.in_process_runner import InProcessRunner
 from roundhouse.config.loading import parse_config
 from roundhouse.environments.search import GuessNumber
 from roundhouse.errors import InfraError, StoreError
@@ -110,6 +111,7 @@ COLLECTING = """
 import json, sys
 from roundhouse.config.loading import parse_config
 from roundhouse.collection import collector
+from roundhouse.collection.in_process_runner import InProcessRunner
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.store.run import open_run
 collector.FLUSH_SECONDS = 0.05
@@ -290,6 +292,27 @@ def test_a_rollout_that_holds_the_thread_of_all_others_is_given_up_with_them_and
             with pytest.raises(Stalled, match="nothing has moved"):
                 supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)
     assert ended_by[0] is Interrupted
-    assert ACTIVITY.is_quiescent(), "nothing is left behind"
+    assert ACTIVITY.wait_quiescent(10), f"left behind: {ACTIVITY.summary()}"
     reference = collect_iteration(run, 1, weights, engine.url)
     assert reference.counts["completed"] == TASKS * GROUP
+
+
+def test_a_stage_that_is_given_up_while_its_runner_starts_leaves_no_runner(
+    tmp_path: Path, engine: GuessingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, weights = begun(str(tmp_path))
+    start = InProcessRunner.start
+
+    def slow(runner: InProcessRunner) -> None:
+        start(runner)
+        runners.append(runner)
+        while True:
+            time.sleep(0.01)
+
+    runners: list[InProcessRunner] = []
+    monkeypatch.setattr(InProcessRunner, "start", slow)
+    while not runners:  # a slow machine is given up before it comes so far
+        with pytest.raises(Stalled, match="nothing has moved"):
+            supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)
+    assert runners[0].ended.wait(10)
+    assert ACTIVITY.wait_quiescent(10), f"left behind: {ACTIVITY.summary()}"
