@@ -103,13 +103,6 @@ def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
     return tool_parser(config.tool_call_parser, tokenizer)
 
 
-def environment(config: GenerationConfig) -> dict[str, str]:
-    """Environment variables of a process that runs the engine."""
-    from roundhouse.generation.vllm_engine import environment as vllm_environment
-
-    return vllm_environment(config)
-
-
 def local_model(uri: str, cache: Path | None = None) -> Path:
     """A local directory with config and tokenizer of the model at `uri`: a path, file:// or s3://.
 
@@ -328,6 +321,7 @@ def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
 
 def replica_environment(config: GenerationConfig) -> dict[str, str]:
     """Environment variables of a replica."""
+    from roundhouse.generation.vllm_engine import environment, preload
 
     passed = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
-    return passed | environment(config)
+    return passed | environment(config) | preload(config)

@@ -19,7 +19,9 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 from collections.abc import Sequence
+from ctypes.util import find_library
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,6 +65,15 @@ def environment(config: GenerationConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+
+
+def preload(config: GenerationConfig) -> dict[str, str]:
+    """Environment variable by which a process that is started for the engine takes tcmalloc, where the machine has it: vLLM on
+    CPU then takes 0.86 to 0.99 of its CPU seconds (docs/pretrained.md). An `LD_PRELOAD` that is set, also to nothing, stays."""
+    if config.gpus_per_replica > 0 or config.backend != "vllm" or "LD_PRELOAD" in os.environ:
+        return {}
+    library = find_library("tcmalloc_minimal") or find_library("tcmalloc")
+    return {"LD_PRELOAD": library} if library else {}
 
 
 def allow_proxies() -> None:

@@ -18,10 +18,11 @@ import pytest
 
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import DeploymentFailed
-from roundhouse.generation import deployment
+from roundhouse.generation import deployment, vllm_engine
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.protocol import Completion
+from roundhouse.generation.vllm_engine import preload
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender
@@ -52,6 +53,30 @@ def replies(serve: ServeEndpoint, config: GenerationConfig, count: int) -> list[
 def assert_agrees(policy_dir: Path, completion: Completion) -> None:
     expected = tiny.reference_logprobs(policy_dir, completion.prompt_token_ids, completion.generation_token_ids)
     assert completion.generation_log_probs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.skipif(not preload(GenerationConfig()), reason="tcmalloc is not installed")
+def test_replicas_allocate_by_tcmalloc_where_it_is_installed(deployed):
+    for replica in deployment.RayServeEngine(deployed).replicas():
+        assert "/libtcmalloc_minimal.so" in Path(f"/proc/{replica.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "already"),
+    [
+        (GenerationConfig(gpus_per_replica=1), None),
+        (GenerationConfig(backend="transformers"), None),
+        (GenerationConfig(), ""),
+        (GenerationConfig(), "libjemalloc.so.2"),
+    ],
+)
+def test_a_gpu_another_backend_or_a_setting_of_the_users_keeps_the_allocator(config, already, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "find_library", lambda name: f"lib{name}.so.4")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert preload(GenerationConfig()) == {"LD_PRELOAD": "libtcmalloc_minimal.so.4"}
+    if already is not None:
+        monkeypatch.setenv("LD_PRELOAD", already)
+    assert preload(config) == {}
 
 
 def test_after_a_refit_every_replica_computes_with_the_new_weights(deployed, config, policies, refit):

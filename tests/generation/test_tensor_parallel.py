@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.serve_app import environment
+from roundhouse.generation.vllm_engine import environment
 
 ROOT = Path(__file__).parents[2]
 LAYER = "model.layers.1."

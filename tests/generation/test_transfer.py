@@ -22,7 +22,7 @@ from roundhouse.errors import DeploymentFailed
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import ProcessEngine
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.serve_app import environment
+from roundhouse.generation.vllm_engine import environment
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
 from roundhouse.store.run import Run, open_run
