@@ -17,9 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weight_sync.gloo import ALIGNMENT, Described, GlooGroup, batches, places, views
+from roundhouse.weight_sync import transfer
+from roundhouse.weight_sync.gloo import ALIGNMENT, BATCH_BYTES, Described, GlooGroup, batches, places, views
 from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, torch_digest, weight_files
 from roundhouse.weight_sync.transfer import NoSeat, Seat, Sender, TransferSource, take_seat
 from tests.training.tiny import make_model
@@ -127,6 +129,71 @@ def test_where_nobody_gives_seats_the_time_limit_ends_the_wait(tmp_path: Path) -
     way = sender.source("float32").model_copy(update={"seconds": 1.0})
     with pytest.raises(NoSeat, match=f"sender at {HERE}:{way.port} gave no seat within 1 s"):
         take_seat(way, "a", 1)
+
+
+def test_where_packets_are_dropped_the_replica_reads_the_checkpoint_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a NetworkPolicy: nothing is refused, and nothing comes. Here the kernel drops what a full queue has no room for."""
+    monkeypatch.setattr(transfer, "REACH_SECONDS", 0.5)
+    with socket.create_server((HERE, 0), backlog=0) as silent:
+        address = silent.getsockname()
+        way = TransferSource(dtype="float32", address=HERE, port=address[1], key="k", replicas=["a"], seconds=SECONDS)
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(address)
+        begun = time.monotonic()
+        with pytest.raises(NoSeat, match=r"cannot be reached: timed out.*k8s/components/weight-transfer"):
+            take_seat(way, "a", 1)
+        assert time.monotonic() - begun < SECONDS / 2
+        for one in waiting:
+            one.close()
+
+
+SENDER = """
+import sys, threading
+from pathlib import Path
+from roundhouse.weight_sync.transfer import Sender
+
+def held() -> int:
+    [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+def watch() -> None:
+    global most
+    while not ended.wait(0.005):
+        most = max(most, held())
+
+ended, directory = threading.Event(), Path(sys.argv[1])
+with Sender(directory / "small", "gloo", ["a"], "127.0.0.1", 60) as sender:  # what torch takes for any group
+    print(sender.source("float32").model_dump_json(), flush=True)
+    sys.stdin.readline()
+before = most = held()
+threading.Thread(target=watch).start()
+with Sender(directory / "large", "gloo", ["a"], "127.0.0.1", 60) as sender:
+    print(sender.source("float32").model_dump_json(), flush=True)
+    sys.stdin.readline()
+ended.set()
+print(most - before)
+"""
+
+
+def test_a_sender_holds_a_few_batches_whatever_the_size_of_the_weights(tmp_path: Path) -> None:
+    """Pages of the file, which it maps, are not counted: the system takes them back when it likes."""
+    for name, tensors in (("small", 1), ("large", 24)):
+        (tmp_path / name).mkdir()
+        layers = {f"layer.{at:02d}": torch.full((2**22,), float(at)) for at in range(tensors)}  # 16 MiB each
+        save_file(layers, tmp_path / name / "model.safetensors")
+    command = [sys.executable, "-c", SENDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        for name in ("small", "large"):
+            way = TransferSource.model_validate_json(sender.stdout.readline())
+            assert received(take_seat(way, "a", 1)) == digest_of_tensors(tensor_digests(weight_files(tmp_path / name)))
+            sender.stdin.write("\n")
+            sender.stdin.flush()
+        held = int(sender.stdout.readline())
+    assert held < 4 * BATCH_BYTES < 24 * 2**24
 
 
 @pytest.fixture
