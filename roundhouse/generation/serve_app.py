@@ -26,6 +26,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +160,8 @@ VIRTUAL_NODES = 1000
 """Of a replica on the ring that sessions are hashed to. With n of them a replica's share differs by some 1/sqrt(n)."""
 BRING_SECONDS = 8.0
 """How long a caller of `/rh/desired` waits for a refit; a longer one goes on, and `/rh/replicas` reports its end."""
+UPDATING_SECONDS = 2.0
+"""How long to wait while Serve knows of no replica: it does not count one to which it hands a changed desired state."""
 FAILED_NOTE = "This was application "
 """Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
 
@@ -210,10 +213,18 @@ class PolicyReplica:
     async def replicas(self, *wanted: Any) -> list[dict[str, Any]]:
         """The status of every running replica, asked for through Serve; `wanted`: the arguments of `status`."""
         from ray import serve
+        from ray.serve.exceptions import DeploymentUnavailableError
 
         if self._deployment is None:
             self._deployment = serve.get_deployment_handle(DEPLOYMENT, APPLICATION)
-        return await self._deployment.broadcast("status", *wanted).results_async(timeout_s=10)
+        deadline = time.monotonic() + UPDATING_SECONDS
+        while True:
+            try:
+                return await self._deployment.broadcast("status", *wanted).results_async(timeout_s=10)
+            except DeploymentUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(UPDATING_SECONDS / 100)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor is done; the application answers HTTP from then on."""

@@ -9,10 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DeploymentFailed
+from roundhouse.generation import serve_app
 from roundhouse.generation.deployment import RayServeEngine, ServeEndpoint, wanted_application
+from roundhouse.generation.serve_app import PolicyReplica
 from roundhouse.http.asgi import read_body, reply_json
 from roundhouse.http.ports import LOOPBACK, HttpThread
 from roundhouse.weight_sync.replica_state import RefitOptions, application_digest, desired_state
@@ -118,3 +122,30 @@ def test_replicas_take_a_desired_state_of_their_application_from_who_has_rays_to
     assert give(deployed.token, own) == (200, [401, 401])
     assert {each.digest for each in engine.replicas()}.isdisjoint({before[0].digest})
     assert {each.policy_version for each in engine.ensure(config, bare, str(policies["first"]), 402)} == {402}
+
+
+class Updating:
+    """A deployment that Serve counts no replica of for so many calls, as while it hands the only one a new desired state."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def broadcast(self, method: str, *_: object) -> Updating:
+        return self
+
+    async def results_async(self, timeout_s: float) -> list[dict[str, object]]:
+        self.left -= 1
+        if self.left >= 0:
+            raise DeploymentUnavailableError(DeploymentID("policy", "policy"))
+        return [{"replica_id": "r"}]
+
+
+async def test_replicas_that_serve_does_not_count_for_a_moment_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the stage that asks them takes the engine for gone, and refits it again."""
+    replica = object.__new__(PolicyReplica)
+    replica._deployment = Updating(3)
+    assert await replica.replicas() == [{"replica_id": "r"}]
+    monkeypatch.setattr(serve_app, "UPDATING_SECONDS", 0.05)
+    replica._deployment = Updating(10**9)
+    with pytest.raises(DeploymentUnavailableError):
+        await replica.replicas()
