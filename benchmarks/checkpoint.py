@@ -162,7 +162,7 @@ def write(work: Path, arguments: argparse.Namespace) -> None:
         for folder, stem, first in ((directory, "model", 0), (directory / TRAINER_DIRECTORY, OPTIMIZER, tensors // 2)):
             last = tensors if first else tensors // 2
             headers = [TensorHeader(f"t{number:06d}", torch.bfloat16, (ROWS, COLUMNS)) for number in range(first, last)]
-            planned, writer = shards(headers, limit), TensorWriter(folder)
+            planned, writer = shards(headers, limit), TensorWriter(folder, weights=not first)
             made = ((one.name, noise.fill_diagonal_(int(one.name[1:]))) for shard in planned for one in shard)
             writer.write_sharded(stem, planned, made)
             writer.close()
