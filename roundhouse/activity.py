@@ -368,12 +368,12 @@ class Supervision(Generic[T]):
 
     def interrupt(self, grace: float) -> None:
         """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself; and the event
-        loop of the work that it waits for, where that does not end by itself. What this work does after its loop, such as to
-        write down what it has, is not interrupted in the work that is waited for."""
+        loop of the work that it waits for, where that does not end by itself. What that work does after its loop, such as to
+        write down what it has, is not interrupted."""
         self.given_up = True
         if (main := self._main) is not None:
             loop, task = main
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(task.cancel)
             if self.done.wait(grace / 2):
                 return
