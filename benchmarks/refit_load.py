@@ -114,7 +114,7 @@ def load(work: Path, refits: int, callers: int, backend: Literal["vllm", "transf
 @contextmanager
 def _engine(config: GenerationConfig, model: Path) -> Iterator[ProcessEngine]:
     """A standalone engine at version 0."""
-    from roundhouse.generation.serve_app import environment
+    from roundhouse.generation.vllm_engine import environment
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
