@@ -331,6 +331,7 @@ class Supervision(Generic[T]):
         has ended is never interrupted."""
         self._context = contextvars.copy_context()
         self.given_up = False
+        self._begun = False
         self.thread = _free_worker()
         self._inner: Supervision[Any] | None = None
         """Work of this kind that this work has begun and waits for."""
@@ -393,7 +394,7 @@ class Supervision(Generic[T]):
         while time.monotonic() < deadline:
             with self._gate:
                 ident, ended = self.thread.ident, self._main is None if only_in_loop else self.done.is_set()
-                if ident is None or ended:
+                if ident is None or ended or not self._begun:  # what has not begun yet does not begin: `_run`
                     return
                 if not _starts_a_thread(ident):
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
@@ -403,6 +404,10 @@ class Supervision(Generic[T]):
     def _run(self) -> None:
         _supervision.set(self)
         try:
+            with self._gate:
+                self._begun = not self.given_up
+            if not self._begun:
+                raise Interrupted
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised again, in the caller
             self._error = error

@@ -111,8 +111,9 @@ def test_a_stage_that_hangs_is_given_up_tried_again_and_named(make_run: Callable
         return "collected"
 
     assert as_flow(lambda: stage(lambda: run_interruptible(rollout()))(run, 3)) == "collected"
-    [error] = reporter_of(run).errors()
-    assert (error.severity.value, error.details["code"], error.work_context) == ("warning", "stalled", "iteration 3")
+    error, *slow = reporter_of(run).errors()  # a busy machine may not begin the next attempt in time either
+    for each in (error, *slow):
+        assert (each.severity.value, each.details["code"], each.work_context) == ("warning", "stalled", "iteration 3")
     assert "engine: model call g0/1 at http://engine:8000" in error.message
     assert error.exception_type == Stalled.__name__
 

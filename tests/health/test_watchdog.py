@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-from roundhouse.activity import Activity, Stalled, run_interruptible, supervised
+from roundhouse.activity import Activity, Interrupted, Stalled, Supervision, run_interruptible, supervised
 from roundhouse.errors import InfraError
 
 LIMIT = 0.3
@@ -91,6 +91,19 @@ def test_work_that_starts_threads_is_interrupted_and_not_the_threads_that_it_sta
         with pytest.raises(Stalled):
             supervised(starts, "collect", "iteration 3", LIMIT / 6, Activity(), grace=4.0)
     assert _left(", in starts\n"), "it waits for ever for a thread that has ended before it began"
+
+
+def test_work_that_was_given_up_before_it_began_does_not_begin() -> None:
+    begun, busy = threading.Event(), threading.Event()
+    late = Supervision(begun.set)
+    late.thread.works.put(Supervision(lambda: busy.wait(30)))  # its thread has other things to do
+    late.start()
+    threading.Timer(0.5, busy.set).start()
+    late.interrupt(20)
+    assert late.done.is_set()
+    assert not begun.is_set()
+    with pytest.raises(Interrupted):
+        late.outcome()
 
 
 def test_a_call_that_cannot_be_interrupted_is_left_behind() -> None:
