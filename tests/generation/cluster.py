@@ -60,7 +60,9 @@ def ray_head() -> Iterator[ServeEndpoint]:
     }
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    environment = os.environ | {
+    # vLLM sets LD_PRELOAD in a process that it has run in, which may be this one.
+    inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment = inherited | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
