@@ -50,7 +50,7 @@ from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import proved_digest
 from roundhouse.weight_sync.replica_state import DesiredPolicy
 from roundhouse.weight_sync.tensor_files import SHARD_BYTES, TensorHeader, TensorWriter, iterate, shards
-from roundhouse.weight_sync.transfer import Sender
+from roundhouse.weight_sync.transfer import Sender, TransferOffer
 
 if TYPE_CHECKING:
     from roundhouse.generation.vllm_engine import VllmEngine
@@ -165,8 +165,10 @@ async def _refit_by(way: str, policy: ServedPolicy, checkpoint: Location) -> Non
     if way == "store":
         await policy.apply(DesiredPolicy(version, uri, digest, request=time.time_ns()))
     else:
-        with Sender(directory, "gloo", [policy.replica_id], "127.0.0.1", 60) as sender:
-            source = sender.source("float32").model_dump()
+        replicas, here = [policy.replica_id], "http://127.0.0.1:1"
+        offer = TransferOffer(dtype="float32", backend="gloo", replicas=replicas, engine=here, seconds=60)
+        with Sender.of_files(directory, offer) as sender:
+            source = sender.source().model_dump()
             await policy.apply(DesiredPolicy(version, uri, digest, time.time_ns(), source=source))
     status = policy.status()
     assert (status["ready"], status["transport"]) == (True, way), (status["error"], status["transport_note"])

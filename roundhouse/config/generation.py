@@ -240,12 +240,13 @@ class GenerationConfig(Section):
     weight_sync: Operational[WeightSync] = "store"
     """The weight transport: how new weights reach the engine's replicas. store: every node reads the checkpoint. shared-memory:
     put once into this node's memory, as the engine holds them; replicas must be on it. delta: what changed since the version
-    that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the flow's process straight into
-    the engines. trainer: they stay in the trainer, which generates (`backend: trainer` or `tinker` alone). Or one of your
-    own (`kind: custom`). Where it is unavailable (a replica that has just started), the checkpoint is read."""
+    that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the trainer that holds them, else
+    from the flow's process, straight into the engines. trainer: they stay in the trainer, which generates (`backend: trainer`
+    or `tinker` alone). Or one of your own (`kind: custom`). Where it is unavailable (a replica that has just started), the
+    checkpoint is read."""
     transfer_backend: Operational[Annotated[TransferBackend, BeforeValidator(known_backend)]] = "gloo"
     """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
-    between GPUs; the process that refits needs one, and so do the engines."""
+    between GPUs; the process that sends needs one, and so do the engines."""
     weights_cache_gib: Operational[PositiveFloat] = 32
     """Bound of a node's cache of weights, in GiB, beyond what is in use."""
     inflight_requests: InflightRequests | None = None

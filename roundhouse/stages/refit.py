@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
@@ -40,9 +40,12 @@ from roundhouse.stages.policy import starting_policy, write_untrained
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run
 from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, StageKind, read_file, read_manifest, sha256
-from roundhouse.weight_sync.base import RunCheckpoint, load_transport
+from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_transport
 from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.replica_state import SAMPLED, RefitOptions, ReplicaReport, proof_of, require_agreement
+
+if TYPE_CHECKING:
+    from roundhouse.training.service.verbs import TrainService
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +224,13 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
 
         lend_trainer(run, checkpoint)
     cache = NodeCache(checkpoint_cache(run.config).resolve() / "weights", int(generation.weights_cache_gib * 2**30))
-    published_checkpoint = RunCheckpoint(run, checkpoint, cache, engine.url)
     with (
         ACTIVITY.track("refit", "engine", f"to version {version}", engine.url, patience),
-        transport.publish(published_checkpoint, engine.replicas() if transport.asks_replicas else []) as published,
+        _lent_trainer(run, checkpoint, transport) as trainer,
+        transport.publish(
+            RunCheckpoint(run, checkpoint, cache, engine.url, trainer),
+            engine.replicas() if transport.asks_replicas else [],
+        ) as published,
     ):
         options = RefitOptions(
             published.digest,
@@ -237,6 +243,21 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     require_agreement(replicas, generation.dtype, _recorded_proof(run, version))
     _hold_exchange(run, engine)
     return replicas
+
+
+@contextmanager
+def _lent_trainer(run: Run, checkpoint: Reference, transport: WeightTransport) -> Iterator[TrainService | None]:
+    """What `RunCheckpoint.trainer` is within the block. Behind it, the trainer's state may be written."""
+    if not transport.asks_trainer:
+        yield None
+        return
+    from roundhouse.stages.train import trainer_holding, write_state  # which imports this module
+
+    try:
+        with trainer_holding(run, checkpoint) as trainer:
+            yield trainer
+    finally:
+        write_state()
 
 
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:

@@ -65,6 +65,7 @@ from roundhouse.store.stage import (
 )
 from roundhouse.trajectories.records import prove_trainable, untrained_tokens
 from roundhouse.trajectories.schemas import tolerances
+from roundhouse.weight_sync.base import load_transport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +134,8 @@ def train_iteration(
     )
     if has_optimizer(run, iteration) and not result.checkpoint.holds(TRAINER):
         _writing.append(_StateWriter(run, update, _resident[_key(run, iteration, result.checkpoint)]))
+        if not load_transport(run.config.generation.weight_sync).asks_trainer:
+            write_state()
     return update
 
 
@@ -143,10 +146,24 @@ class _StateWriter:
         self._run, self._update, self._trainer = run, update, trainer
         self.error: BaseException | None = None
         self.cpu_seconds = 0.0
-        self.thread = threading.Thread(target=self._write, name="trainer state", daemon=True)
-        self.thread.start()
+        self._began = threading.Lock()
+        self._thread = threading.Thread(target=self._write, name="trainer state", daemon=True)
+
+    def begin(self) -> None:
+        """Write, unless that has begun."""
+        if self._began.acquire(blocking=False):
+            self._thread.start()
+
+    def end(self) -> None:
+        """Return when it is written, or has failed."""
+        self.begin()
+        self._thread.join()
 
     def _write(self) -> None:
+        with _busy:
+            self._write_alone()
+
+    def _write_alone(self) -> None:
         if sys.platform == "linux":  # where threads have a priority each, which those that they start inherit
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _GIVES_WAY))
@@ -169,6 +186,15 @@ _GIVES_WAY = 5
 """Steps of priority that the writer is behind the refit and the collection that it is beside."""
 _writing: list[_StateWriter] = []
 """At most one."""
+_busy = threading.Lock()
+"""Held by who uses the trainer that is kept: for a refit, to write its state, or to take it away."""
+
+
+def write_state() -> None:
+    """Begin to write the state that is written beside other work. Where the next refit takes the weights from the trainer, that
+    comes first."""
+    for writer in _writing:
+        writer.begin()
 
 
 def wait_for_state() -> float:
@@ -180,7 +206,7 @@ def wait_for_state() -> float:
     if not _writing:
         return 0.0
     writer = _writing[0]
-    writer.thread.join()
+    writer.end()
     _writing.clear()
     if writer.error is not None:
         release_trainer()
@@ -297,9 +323,24 @@ def release_trainer() -> None:
     """Give back what is kept between iterations: memory, an actor, a session with a server."""
     with state_complete_at_end():
         pass
-    for trainer in _resident.values():
-        trainer.close()
-    _resident.clear()
+    with _busy:
+        for trainer in _resident.values():
+            trainer.close()
+        _resident.clear()
+
+
+@contextmanager
+def trainer_holding(run: Run, version: Reference) -> Iterator[TrainService | None]:
+    """The service of the trainer that holds exactly this version, which nothing else uses within the block; None where none
+    does, or it has other work."""
+    if not _busy.acquire(blocking=False):
+        yield None
+        return
+    try:
+        kept = _resident.get(_key(run, version.policy_version, read_manifest(version).model_files))
+        yield None if kept is None else kept.learner.service
+    finally:
+        _busy.release()
 
 
 def _in_service(
@@ -437,7 +478,9 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
 
     wait_for_state()
     key = _key(run, base.policy_version, read_manifest(base).model_files)
-    if (kept := _resident.pop(key, None)) is not None:
+    with _busy:
+        kept = _resident.pop(key, None)
+    if kept is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
             renewed = reference_model(run, cache, base.policy_version)
             assert renewed is not None, "reference_every is refused where there is no reference"

@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,8 @@ from roundhouse.training.layers import (
 )
 from roundhouse.training.parallel import Ranks, sent_row
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, freed_at_once, save_tensors
-from roundhouse.weight_sync.tensor_files import torch_digest, weight_files
+from roundhouse.weight_sync.gloo import Described
+from roundhouse.weight_sync.tensor_files import TorchDigest, digest_of_tensors, weight_files
 
 STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
@@ -225,7 +229,7 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
 
     The leading rank writes all but its peers' files of weights.
     """
-    weights = _under_published_names(model, merged(model), ranks)
+    weights = published_weights(model, ranks)
     if ranks.leads:
         directory.mkdir(parents=True, exist_ok=True)
         for name, data in side_files.items():
@@ -236,11 +240,72 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
     save_tensors(weights, directory, "model", ranks)
 
 
-def held_digests(model: PreTrainedModel) -> dict[str, str]:
-    """What `tensor_digests` would say of the files that `save_model` would write now, by one process."""
-    alone = Ranks()
-    every = _under_published_names(model, merged(model), alone).items()
-    return dict(torch_digest(name, whole) for name, saved in every for whole in saved.pieces(alone, 0))
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """What `save_model` would write now."""
+
+    digest: str
+    """`digest_of_tensors`."""
+    described: list[Described]
+    """The tensors in another number format, in the order of `weights_in`."""
+    sent_digest: str
+    """`digest_of_tensors` of those."""
+
+
+def held_weights(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> HeldWeights:
+    """What the ranks hold together, and what it is in a floating-point type; the same on all of them, which take turns at the
+    tensors and each hash theirs beside sending the next."""
+    weights = published_weights(model, ranks)
+    owners = 1 if any(saved.on_leader for saved in weights.values()) else min(ranks.size, ranks.here)
+    own, sent = {}, {}
+    described = []
+    with ThreadPoolExecutor(1) as hasher, freed_at_once():
+        for number, (name, saved) in enumerate(weights.items()):
+            kind = sent_as(saved, dtype)
+            described.append(Described(name, str(kind).removeprefix("torch."), tuple(saved.shape)))
+            taken = [TorchDigest(each) for each in dict.fromkeys((saved.dtype, kind))]
+            under_way: Future[None] | None = None
+            owner = number % owners
+            for piece in saved.pieces(ranks, owner):
+                if under_way is not None:
+                    under_way.result()  # no more than two pieces are held
+                under_way = hasher.submit(_update_all, taken, piece)
+            if ranks.rank == owner:
+                own[name] = hasher.submit(taken[0].of_shape, saved.shape)
+                sent[name] = hasher.submit(taken[-1].of_shape, saved.shape)
+        found = [{name: each.result() for name, each in part.items()} for part in (own, sent)]
+    every = ranks.gather(found)
+    all_own, all_sent = ({name: each for parts in every for name, each in parts[at].items()} for at in (0, 1))
+    return HeldWeights(digest_of_tensors(all_own), described, digest_of_tensors(all_sent))
+
+
+def _update_all(taken: list[TorchDigest], piece: torch.Tensor) -> None:
+    for each in taken:
+        each.update(piece)
+
+
+def weights_in(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> Generator[tuple[str, torch.Tensor]]:
+    """What `save_model` would write now in a floating-point type: whole tensors, one after the other, on the leading rank's
+    CPU. Every rank exhausts it; of the leading one it may be closed early, which takes what the others still send."""
+    tensors = iter(published_weights(model, ranks).items())
+    try:
+        for name, saved in tensors:
+            pieces = [piece.cpu().to(sent_as(saved, dtype)) for piece in saved.pieces(ranks, 0)]
+            if pieces:
+                yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    finally:
+        for _, saved in tensors:
+            deque(saved.pieces(ranks, 0), maxlen=0)
+
+
+def sent_as(saved: SavedTensor, dtype: torch.dtype) -> torch.dtype:
+    """The type that a tensor has in weights of a floating-point type."""
+    return dtype if saved.dtype.is_floating_point else saved.dtype
+
+
+def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
+    """The weights as the model's files have them, an adapter merged into them."""
+    return _under_published_names(model, merged(model), ranks)
 
 
 def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks: Ranks) -> SavedTensors:

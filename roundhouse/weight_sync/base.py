@@ -30,7 +30,7 @@ from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
 from roundhouse.imports import load_class
-from roundhouse.store.stage import WEIGHTS_DIGEST
+from roundhouse.store.stage import WEIGHTS_DIGEST, read_manifest
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import InflightRequests
@@ -83,10 +83,18 @@ class RunCheckpoint:
     """Of this node."""
     engine_url: str | None = None
     """Where the replicas are."""
+    trainer: object | None = None
+    """The train service that holds exactly these weights and does nothing else meanwhile; None: none does."""
 
     @property
     def dtype(self) -> Dtype:
         return self.run.config.generation.dtype
+
+    @property
+    def weights_digest(self) -> str | None:
+        """`digest_of_tensors` by the checkpoint's manifest; None where that does not say."""
+        found: str | None = read_manifest(self.reference).details.get(WEIGHTS_DIGEST)
+        return found
 
     @contextmanager
     def in_engine_format(self, uri: str | None = None) -> Iterator[Path]:
@@ -166,6 +174,8 @@ class WeightTransport(ABC):
     """What its replicas are given."""
     asks_replicas: ClassVar[bool] = False
     """Whether `publish` looks at what replicas hold; otherwise none is asked."""
+    asks_trainer: ClassVar[bool] = False
+    """Whether `publish` may use the trainer that holds the weights; otherwise that goes on with its work."""
     all_replicas_at_once: ClassVar[bool] = False
     """Whether replicas have to refit concurrently; Ray Serve otherwise hands on a change to a fifth of them at a time."""
     publishes_engine_format: ClassVar[bool] = True
@@ -334,6 +344,4 @@ class CheckpointTransport(WeightTransport):
 
     @contextmanager
     def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
-        from roundhouse.store.stage import read_manifest
-
-        yield Published(read_manifest(checkpoint.reference).details.get(WEIGHTS_DIGEST))
+        yield Published(checkpoint.weights_digest)

@@ -26,7 +26,7 @@ import shutil
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def weight_files(directory: Path, stem: str = "model") -> list[Path]:
     return [directory / name for name in names]
 
 
-def iterate(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate(directory: Path) -> Generator[tuple[str, torch.Tensor]]:
     """Every tensor of the directory by its name, on the CPU."""
     from safetensors import safe_open
 
@@ -205,11 +205,31 @@ def tensor_digest(dtype: str, shape: Iterable[int], sha256: str) -> str:
 
 def torch_digest(name: str, tensor: torch.Tensor) -> tuple[str, str]:
     """A tensor's name, and what `tensor_digests` would say of it in a file."""
-    import torch
+    taken = TorchDigest(tensor.dtype)
+    taken.update(tensor)
+    return name, taken.of_shape(tensor.shape)
 
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    dtype = SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")]
-    return name, tensor_digest(dtype, tensor.shape, hashlib.sha256(memoryview(data)).hexdigest())  # type: ignore[arg-type]
+
+class TorchDigest:
+    """What `tensor_digests` would say of a tensor that comes in pieces, its rows in their order.
+
+    Args:
+        dtype: that pieces are converted to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._taken = dtype, hashlib.sha256()
+
+    def update(self, piece: torch.Tensor) -> None:
+        import torch
+
+        data = piece.detach().cpu().to(self._dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._taken.update(memoryview(data))  # type: ignore[arg-type]
+
+    def of_shape(self, shape: Iterable[int]) -> str:
+        """The digest, of the whole tensor's shape."""
+        dtype = SAFETENSORS_NAMES[str(self._dtype).removeprefix("torch.")]
+        return tensor_digest(dtype, shape, self._taken.hexdigest())
 
 
 def digest_of_tensors(digests: dict[str, str]) -> str:

@@ -1,7 +1,11 @@
-"""The transport `transfer`: weights straight from the process that refits into the engines of replicas, by vLLM's interface.
+"""The transport `transfer`: weights straight from the trainer into the engines of replicas, by vLLM's interface.
 
-Invariant: the checkpoint is read once, by the sender; a replica that comes to the meeting is given a seat in a group or is not,
-within the source's time limit, and can always read the checkpoint instead. Nothing waits for a replica that has died.
+Invariant: who sends has proved that its weights are the checkpoint's; a replica that comes to the meeting is given a seat in a
+group or is not, within the source's time limit, and can always read the checkpoint instead. Nothing waits for a replica that
+has died.
+
+The sender is the trainer, where one holds these very weights and does nothing else (`WeightHolder`), on whatever machine it is;
+its ranks give their rows tensor by tensor. Otherwise it is the process that refits, which reads the checkpoint once.
 
 Replicas come when they are able to: each first finishes its requests in flight. So the sender forms a group of those that have
 come, as soon as all have that were present when the weights were published, or GATHER_SECONDS after the first; those that come
@@ -25,17 +29,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel, ConfigDict
+
 from roundhouse.config.models import RunConfig
-from roundhouse.errors import ConfigError, InfraError
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError
 from roundhouse.weight_sync.base import (
     DirectTransport,
     Dtype,
@@ -62,7 +68,7 @@ _SENDER, _LINK, _TENSOR = 25e9, 45e9, 13e-6
 """Of NCCL over links of 400 Gb/s a GPU: bytes a second of one sender, bytes a second that a receiver takes of all, seconds a
 tensor. Fitted to three published refits of Miles (GLM-4.7-Flash and Qwen3-30B-A3B by one sender, GLM-4.5-Air by four)."""
 REACH_SECONDS = 5.0
-FIREWALL = "a firewall is between: in a cluster, k8s/components/weight-transfer lets engines to the flow's pod"
+FIREWALL = "a firewall is between: in a cluster, k8s/components/weight-transfer lets engines to its pod"
 """What hides a sender that is there, and the remedy."""
 TRANSFER_SHARE = 0.25
 """Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
@@ -102,11 +108,64 @@ class TransferEngine(Protocol):
         ...
 
 
+class TransferOffer(BaseModel):
+    """What weights are sent as, to whom."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Dtype
+    backend: Literal["gloo", "nccl"]
+    replicas: list[str]
+    """Ids of those that are expected."""
+    engine: str
+    """URL: the sender is reached at its machine's address on the way there."""
+    seconds: float
+    """Time limit of a meeting, and of each batch."""
+    batch_bytes: int = BATCH_BYTES
+
+
+class TransferBegun(BaseModel):
+    """What a trainer says of the weights that it sends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    digest: str
+    """Of the tensors as they are sent."""
+    source: TransferSource
+
+
+@runtime_checkable
+class WeightHolder(Protocol):
+    """A trainer that can send its policy's weights."""
+
+    def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
+        """Send to the replicas that come, until `end_transfer`. Until then no other verb is called.
+
+        Args:
+            digest: `digest_of_tensors` of the checkpoint that the weights have to be.
+
+        Raises:
+            DataError: they are not.
+            ConfigError: this trainer cannot send so.
+            InfraError: as of any verb.
+        """
+        ...
+
+    def end_transfer(self) -> None:
+        """Return when nothing is sent any more. Ending twice is allowed.
+
+        Raises:
+            InfraError: as of any verb; or a replica keeps the sender beyond its time limits, and the trainer is lost.
+        """
+        ...
+
+
 class TransferTransport(DirectTransport):
-    """From the flow's process into the engines that hold weights, or sleep, when the refit begins."""
+    """Into the engines that hold weights, or sleep, when the refit begins."""
 
     Source = TransferSource
     asks_replicas = True
+    asks_trainer = True
     all_replicas_at_once = True
 
     def check(self, run: RunConfig) -> None:
@@ -126,25 +185,23 @@ class TransferTransport(DirectTransport):
     def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         generation = checkpoint.run.config.generation
         present = [one.replica_id for one in replicas if one.ready or one.asleep]
-        with checkpoint.in_engine_format() as directory:
-            digest = digest_of(directory)
-            if generation.transfer_backend == "nccl":
-                import torch
-
-                if not torch.cuda.is_available():
-                    raise ConfigError(
-                        "generation.transfer_backend is nccl, which sends from a GPU, and the process that refits has none. "
-                        "Set it to gloo."
-                    )
-            if not present or checkpoint.engine_url is None:
-                yield Published(digest, checkpoint_source(checkpoint.dtype))
+        if not present or checkpoint.engine_url is None:
+            with checkpoint.in_engine_format() as directory:
+                yield Published(digest_of(directory), checkpoint_source(checkpoint.dtype))
+            return
+        offer = TransferOffer(
+            dtype=checkpoint.dtype,
+            backend=generation.transfer_backend,
+            replicas=present,
+            engine=checkpoint.engine_url,
+            seconds=TRANSFER_SHARE * generation.refit_timeout_seconds,
+        )
+        with _sent_by_trainer(checkpoint, offer) as begun:
+            if begun is not None:
+                yield Published(begun.digest, begun.source)
                 return
-            parts = urlsplit(checkpoint.engine_url)
-            # This machine's address on the way to the engine.
-            address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
-            seconds = TRANSFER_SHARE * generation.refit_timeout_seconds
-            with Sender(directory, generation.transfer_backend, present, address, seconds) as sender:
-                yield Published(digest, sender.source(checkpoint.dtype))
+        with checkpoint.in_engine_format() as directory, Sender.of_files(directory, offer) as sender:
+            yield Published(digest_of(directory), sender.source())
 
     @classmethod
     def check_replica(cls, engine: object, source: TransferSource, replica_id: str) -> None:
@@ -203,65 +260,116 @@ def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
     return Seat(**seat)
 
 
+@contextmanager
+def _sent_by_trainer(checkpoint: RunCheckpoint, offer: TransferOffer) -> Iterator[TransferBegun | None]:
+    """Within the block the trainer sends; None where there is none that can, or it holds other weights."""
+    holder, digest = checkpoint.trainer, checkpoint.weights_digest
+    begun: TransferBegun | None = None
+    if isinstance(holder, WeightHolder) and digest is not None:
+        try:
+            begun = holder.begin_transfer(offer, digest)
+        except RoundhouseError as error:
+            logger.warning("The trainer does not send version %d: %s", checkpoint.reference.policy_version, error)
+    try:
+        yield begun
+    finally:
+        if begun is not None:
+            assert isinstance(holder, WeightHolder)
+            try:
+                holder.end_transfer()
+            except RoundhouseError as error:  # a trainer that is lost says so again when it is to train
+                logger.warning("The trainer did not end its transfer: %s", error)
+
+
 class Sender:
-    """Sends a directory of weights to replicas, until its context is left.
+    """Sends weights to replicas, until its context is left.
 
     Args:
-        directory: safetensors in the engine's format.
-        expected: ids of the replicas that are present.
-        address: this process's, as replicas reach it.
-        seconds: time limit of a meeting, and of each batch.
+        described: the tensors, in the order in which they are sent.
+        tensors: gives them, once for each group; closed early where a group is lost.
+
+    Raises:
+        ConfigError: it is to send from a GPU, and this process has none.
     """
 
     def __init__(
         self,
-        directory: Path,
-        backend: str,
-        expected: Sequence[str],
-        address: str,
-        seconds: float,
-        batch_bytes: int = BATCH_BYTES,
+        described: Sequence[Described],
+        tensors: Callable[[], Generator[tuple[str, torch.Tensor]]],
+        offer: TransferOffer,
     ) -> None:
         from torch.distributed import TCPStore
 
+        if offer.backend == "nccl":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "generation.transfer_backend is nccl, which sends from a GPU, and the process that sends has none. "
+                    "Set it to gloo."
+                )
         self.sent = 0
         """Groups that were sent to, whole."""
-        self._directory = directory
-        self._described = [describe(name, tensor) for name, tensor in iterate(directory)]
-        self._backend, self._expected, self._address = backend, list(expected), address
-        self._seconds, self._batch_bytes = seconds, batch_bytes
+        self._described, self._tensors, self._offer = list(described), tensors, offer
+        parts = urlsplit(offer.engine)
+        self._address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
         self._key = secrets.token_hex(16)
-        limit = timedelta(seconds=seconds)
         # By itself the store would listen on every interface, whatever address it is given.
-        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listening = socket.create_server((self._address, 0), family=family)
         port = listening.getsockname()[1]
         self._store = TCPStore(
-            address, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
+            self._address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=offer.seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
         self._left = threading.Event()
         # A daemon: one that is stuck in a broadcast must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
 
-    def source(self, dtype: Dtype) -> TransferSource:
+    @classmethod
+    def of_files(cls, directory: Path, offer: TransferOffer) -> Sender:
+        """Sends a directory's safetensors, which are in the engine's format."""
+        described = [describe(name, tensor) for name, tensor in iterate(directory)]
+        return cls(described, lambda: iterate(directory), offer)
+
+    @property
+    def seconds(self) -> float:
+        """Time limit of a meeting, and of each batch."""
+        return self._offer.seconds
+
+    def source(self) -> TransferSource:
         """Where replicas find the sender."""
         return TransferSource(
-            dtype=dtype,
+            dtype=self._offer.dtype,
             address=self._address,
             port=self._store.port,
             key=self._key,
-            replicas=self._expected,
-            seconds=self._seconds,
+            replicas=self._offer.replicas,
+            seconds=self._offer.seconds,
         )
 
-    def __enter__(self) -> Sender:
+    def begin(self) -> None:
+        """Give seats to those that come."""
         self._thread.start()
+
+    def __enter__(self) -> Sender:
+        self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end(2 * POLL_SECONDS if kind is not None else self.seconds)
+
+    def end(self, patience: float) -> bool:
+        """Form no group any more; whether the one under way came to its end within so many seconds."""
         self._left.set()
-        self._thread.join(timeout=2 * POLL_SECONDS if kind is not None else self._seconds)
+        self._thread.join(patience)
+        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         served = 0
@@ -269,8 +377,8 @@ class Sender:
             if self._joined() == served:
                 self._left.wait(POLL_SECONDS)
                 continue
-            deadline = time.monotonic() + min(GATHER_SECONDS, self._seconds / 2)
-            while (came := self._joined()) < len(self._expected) and time.monotonic() < deadline:
+            deadline = time.monotonic() + min(GATHER_SECONDS, self.seconds / 2)
+            while (came := self._joined()) < len(self._offer.replicas) and time.monotonic() < deadline:
                 self._left.wait(POLL_SECONDS)
             last = max(came, served + 1)
             try:
@@ -286,10 +394,15 @@ class Sender:
     def _group(self, numbers: range) -> None:
         members = [json.loads(self._store.get(f"{self._key}/member/{number}")) for number in numbers]
         size = 1 + sum(member["workers"] for member in members)
-        group = f"{self._key}/group/{numbers[0]}"
-        init = {"master_address": self._address, "world_size": size, "packed_buffer_size_bytes": self._batch_bytes}
-        if self._backend == "gloo":
-            init |= {"master_port": self._store.port, "group": group, "seconds": self._seconds}
+        group, seconds = f"{self._key}/group/{numbers[0]}", self.seconds
+        init = {
+            "master_address": self._address,
+            "world_size": size,
+            "packed_buffer_size_bytes": self._offer.batch_bytes,
+        }
+        by_gloo = self._offer.backend == "gloo"
+        if by_gloo:
+            init |= {"master_port": self._store.port, "group": group, "seconds": seconds}
         else:
             with socket.socket() as probe:
                 probe.bind((self._address, 0))
@@ -304,16 +417,18 @@ class Sender:
             seat = {"init": init | {"rank_offset": rank}, "update": update}
             self._store.set(f"{self._key}/seat/{number}", json.dumps(seat))
             rank += member["workers"]
-        if self._backend == "gloo":
+        if by_gloo:
             from torch.distributed import PrefixStore, TCPStore
 
-            limit = timedelta(seconds=self._seconds)
+            limit = timedelta(seconds=seconds)
             # A connection of its own: a wait in it must not keep others from the meeting.
             own = TCPStore(self._address, self._store.port, is_master=False, timeout=limit, wait_for_workers=False)
-            end = GlooGroup(PrefixStore(group, own), 0, size, self._address, self._seconds)
-            end.send(self._described, iterate(self._directory), self._batch_bytes)
+            end = GlooGroup(PrefixStore(group, own), 0, size, self._address, seconds)
+            with closing(self._tensors()) as tensors:
+                end.send(self._described, tensors, self._offer.batch_bytes)
         else:
-            _send_by_nccl(init, self._described, iterate(self._directory))
+            with closing(self._tensors()) as tensors:
+                _send_by_nccl(init, self._described, tensors)
 
 
 class _SelfDriven:

@@ -25,8 +25,8 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.vllm_engine import preload
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
-from roundhouse.weight_sync.transfer import Sender
 from tests.generation import tiny
+from tests.weight_sync.ends import file_sender
 
 LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
 
@@ -284,8 +284,8 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
     engine = deployment.RayServeEngine(deployed)
     ids = [replica.replica_id for replica in engine.replicas()]
     second = policies["second"]
-    with Sender(second, "gloo", ids, "127.0.0.1", seconds=30, batch_bytes=100_000) as sending:
-        options = RefitOptions(digest_of(second), sending.source("float32").model_dump())
+    with file_sender(second, ids, seconds=30, batch_bytes=100_000) as sending:
+        options = RefitOptions(digest_of(second), sending.source().model_dump())
         found = engine.ensure(sending_config, bare, str(second), 300, options)
     assert [(one.transport, one.transport_note) for one in found] == [("transfer", None)] * 2
     assert {one.replica_id for one in found} == set(ids)

@@ -33,6 +33,7 @@ from roundhouse.weight_sync.transfer import Sender, TransferSource
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
+from tests.weight_sync.ends import file_sender
 
 CONFIG = GenerationConfig(
     kv_cache_gib=0.125, max_model_len=512, request_timeout_seconds=60, engine_args={"max_num_seqs": 8}
@@ -62,7 +63,7 @@ def two_workers() -> Iterator[ProcessEngine]:
 
 def sender(directory: Path, engine: ProcessEngine) -> Sender:
     ids = [replica.replica_id for replica in engine.replicas()]
-    return Sender(directory, "gloo", ids, "127.0.0.1", SECONDS, BATCH_BYTES)
+    return file_sender(directory, ids, SECONDS, BATCH_BYTES)
 
 
 def by(way: TransferSource, directory: Path, **more: Any) -> RefitOptions:
@@ -149,7 +150,7 @@ def test_kept_generations_go_on_with_the_weights_that_were_sent(
             asked = len(callers.answers) + callers.count
             directory = directories[version % 2]
             with sender(directory, engine) as sending:
-                options = by(sending.source("float32"), directory, running="continue")
+                options = by(sending.source(), directory, running="continue")
                 (replica,) = engine.ensure(CONFIG, str(directories[0]), str(directory), version, options)
             assert (replica.transport, replica.transport_note, sending.sent) == ("transfer", None, 1)
             # Every caller was in the middle of an answer; those are to come to their end.
@@ -175,7 +176,7 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
     model, second = str(policies["first"]), policies["second"]
     engine.ensure(CONFIG, model, model, 100)
     with sender(second, engine) as sending:
-        late = sending.source("float32").model_copy(update={"replicas": ["another"]})
+        late = sending.source().model_copy(update={"replicas": ["another"]})
         (replica,) = engine.ensure(CONFIG, model, str(second), 101, by(late, second))
         assert (replica.transport, replica.transport_note) == (
             "store",
@@ -183,11 +184,11 @@ def test_what_bars_a_transfer_is_told_and_the_checkpoint_is_read(
         )
         assert sending.sent == 0
         # The sender's are not the weights that are wanted.
-        options = by(sending.source("float32"), policies["first"])
+        options = by(sending.source(), policies["first"])
         (replica,) = engine.ensure(CONFIG, model, model, 102, options)
         assert (replica.transport, replica.digest) == ("store", digest_of(policies["first"]))
         assert f"{digest_of(second)} came" in str(replica.transport_note)
-        gone = sending.source("float32").model_copy(update={"port": 9})
+        gone = sending.source().model_copy(update={"port": 9})
     (replica,) = engine.ensure(CONFIG, model, str(second), 103, by(gone, second))
     assert replica.transport == "store"
     assert "cannot be reached" in str(replica.transport_note)
@@ -198,7 +199,7 @@ SENDER_THAT_DIES = """
 import os, signal, sys
 from pathlib import Path
 from roundhouse.weight_sync import gloo
-from roundhouse.weight_sync.transfer import Sender
+from tests.weight_sync.ends import file_sender
 
 cut = gloo.batches
 
@@ -210,8 +211,8 @@ def cut_short(*given):
 
 gloo.batches = cut_short
 directory, replica, seconds, batch_bytes = sys.argv[1:]
-with Sender(Path(directory), "gloo", [replica], "127.0.0.1", float(seconds), int(batch_bytes)) as sender:
-    print(sender.source("float32").model_dump_json(), flush=True)
+with file_sender(Path(directory), [replica], float(seconds), int(batch_bytes)) as sender:
+    print(sender.source().model_dump_json(), flush=True)
     sys.stdin.read()
 """
 

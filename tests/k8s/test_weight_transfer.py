@@ -1,9 +1,10 @@
-"""The optional component that lets engines to the flow's pod, where weights come from it, in every overlay with flows."""
+"""The optional component that lets engines and senders of weights to each other, in every overlay with flows."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,22 +16,33 @@ from tests.k8s.validation import OVERLAYS, problems, rendered
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_it_lets_the_engine_to_the_flow_and_nobody_to_anything_else(overlay: str, tmp_path: Path) -> None:
+def test_it_lets_the_engine_and_those_that_send_to_each_other_and_nobody_to_anything_else(
+    overlay: str, tmp_path: Path
+) -> None:
     items, plain = with_component(overlay, tmp_path, "weight-transfer"), rendered(overlay)
-    [added] = [item for item in items if key(item) not in {key(other) for other in plain}]
-    assert [item for item in items if item is not added] == plain
-    assert problems(added) == []
-    assert added["metadata"]["namespace"] == "roundhouse"
-    [rule] = added["spec"]["ingress"]
-    [source] = rule["from"]
-    for component, selector in (("flow", added["spec"]["podSelector"]), ("engine", source["podSelector"])):
-        labels = [labels for labels, _, _ in pods(items) if matches(selector, labels)]
-        assert labels
-        assert {one["app.kubernetes.io/component"] for one in labels} == {component}
-    [ports] = rule["ports"]
-    assert not any(
-        ports["port"] <= port["containerPort"] <= ports["endPort"] for _, all_, _ in pods(items) for port in all_
-    )
+    added = [item for item in items if key(item) not in {key(other) for other in plain}]
+    assert [item for item in items if item not in added] == plain
+    present = {labels["app.kubernetes.io/component"] for labels, _, _ in pods(items)}
+    senders = present & {"flow", "train-server"}
+    assert "flow" in senders
+    ways = []
+    for policy in added:
+        assert problems(policy) == []
+        assert policy["metadata"]["namespace"] == "roundhouse"
+        [rule] = policy["spec"]["ingress"]
+        [source] = rule["from"]
+        ways.append([meant(items, selector) for selector in (source["podSelector"], policy["spec"]["podSelector"])])
+        [ports] = rule["ports"]
+        assert not any(
+            ports["port"] <= port["containerPort"] <= ports["endPort"] for _, all_, _ in pods(items) for port in all_
+        )
+    assert ways == [[{"engine"}, senders], [senders - {"flow"}, {"engine"}]], "the base lets the flow to the engine"
+
+
+def meant(items: list[dict[str, Any]], selector: dict[str, Any]) -> set[str]:
+    """The components of the pods that a policy's selector names."""
+    every = [labels for labels, _, _ in pods(items)]
+    return {labels["app.kubernetes.io/component"] for labels in every if matches(selector, labels)}
 
 
 def test_a_run_on_kubernetes_may_name_it() -> None:

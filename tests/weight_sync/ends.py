@@ -1,13 +1,36 @@
-"""A replica's end of a group, without an engine: what its worker does with a seat."""
+"""A replica's end of a group, without an engine: what its worker does with a seat. And a sender of files."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from roundhouse.weight_sync.gloo import Described, GlooGroup, own_address
-from roundhouse.weight_sync.transfer import Seat
+from roundhouse.weight_sync.base import Dtype
+from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, own_address
+from roundhouse.weight_sync.transfer import Seat, Sender, TransferOffer
+
+
+def offer_to(
+    replicas: list[str], seconds: float, batch_bytes: int = BATCH_BYTES, dtype: Dtype = "float32"
+) -> TransferOffer:
+    """To replicas of this machine, by gloo."""
+    return TransferOffer(
+        dtype=dtype,
+        backend="gloo",
+        replicas=replicas,
+        engine="http://127.0.0.1:1",
+        seconds=seconds,
+        batch_bytes=batch_bytes,
+    )
+
+
+def file_sender(
+    directory: Path, replicas: list[str], seconds: float, batch_bytes: int = BATCH_BYTES, dtype: Dtype = "float32"
+) -> Sender:
+    """Sends what is in a directory, as the process that refits does."""
+    return Sender.of_files(directory, offer_to(replicas, seconds, batch_bytes, dtype))
 
 
 def end_of(seat: Seat) -> GlooGroup:

@@ -23,9 +23,9 @@ from torch.distributed import PrefixStore, TCPStore
 from roundhouse.weight_sync import transfer
 from roundhouse.weight_sync.gloo import ALIGNMENT, BATCH_BYTES, Described, GlooGroup, batches, places, views
 from roundhouse.weight_sync.tensor_files import digest_of_tensors, tensor_digests, torch_digest, weight_files
-from roundhouse.weight_sync.transfer import NoSeat, Seat, Sender, TransferSource, take_seat
+from roundhouse.weight_sync.transfer import NoSeat, Seat, TransferSource, take_seat
 from tests.training.tiny import make_model
-from tests.weight_sync.ends import described_in, end_of
+from tests.weight_sync.ends import described_in, end_of, file_sender
 
 SECONDS = 60.0
 HERE = "127.0.0.1"
@@ -71,8 +71,8 @@ def at_once(*work: Callable[[], Any]) -> list[Any]:
 def test_those_that_come_together_are_one_group_and_who_comes_later_is_the_next(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m")
     digest = digest_of_tensors(tensor_digests(weight_files(model)))
-    with Sender(model, "gloo", ["a", "b"], HERE, SECONDS, 10_000) as sender:
-        way = sender.source("float32")
+    with file_sender(model, ["a", "b"], SECONDS, 10_000) as sender:
+        way = sender.source()
         seats = at_once(lambda: take_seat(way, "a", 1), lambda: take_seat(way, "b", 2))
         assert {seat.init["world_size"] for seat in seats} == {4}, "one has two workers"
         assert sorted(seat.init["rank_offset"] for seat in seats) in ([1, 2], [1, 3])
@@ -105,8 +105,8 @@ for _ in end_of(seat).receive(described_in(seat), seat.init["packed_buffer_size_
 
 def test_when_one_of_a_group_is_killed_the_others_hear_of_it_and_the_next_group_is_whole(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m")
-    with Sender(model, "gloo", ["a", "dying"], HERE, SECONDS, 10_000) as sender:
-        way = sender.source("float32")
+    with file_sender(model, ["a", "dying"], SECONDS, 10_000) as sender:
+        way = sender.source()
         dying = subprocess.Popen([sys.executable, "-c", MEMBER_THAT_DIES, way.model_dump_json()])
         try:
             # The one that dies comes first: its process takes longer to start than others wait for it.
@@ -125,8 +125,8 @@ def test_when_one_of_a_group_is_killed_the_others_hear_of_it_and_the_next_group_
 
 
 def test_where_nobody_gives_seats_the_time_limit_ends_the_wait(tmp_path: Path) -> None:
-    sender = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS)
-    way = sender.source("float32").model_copy(update={"seconds": 1.0})
+    sender = file_sender(make_model(tmp_path / "m"), ["a"], SECONDS)
+    way = sender.source().model_copy(update={"seconds": 1.0})
     with pytest.raises(NoSeat, match=f"sender at {HERE}:{way.port} gave no seat within 1 s"):
         take_seat(way, "a", 1)
 
@@ -152,7 +152,7 @@ def test_where_packets_are_dropped_the_replica_reads_the_checkpoint_soon(monkeyp
 SENDER = """
 import sys, threading
 from pathlib import Path
-from roundhouse.weight_sync.transfer import Sender
+from tests.weight_sync.ends import file_sender
 
 def held() -> int:
     [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
@@ -164,13 +164,13 @@ def watch() -> None:
         most = max(most, held())
 
 ended, directory = threading.Event(), Path(sys.argv[1])
-with Sender(directory / "small", "gloo", ["a"], "127.0.0.1", 60) as sender:  # what torch takes for any group
-    print(sender.source("float32").model_dump_json(), flush=True)
+with file_sender(directory / "small", ["a"], 60) as sender:  # what torch takes for any group
+    print(sender.source().model_dump_json(), flush=True)
     sys.stdin.readline()
 before = most = held()
 threading.Thread(target=watch).start()
-with Sender(directory / "large", "gloo", ["a"], "127.0.0.1", 60) as sender:
-    print(sender.source("float32").model_dump_json(), flush=True)
+with file_sender(directory / "large", ["a"], 60) as sender:
+    print(sender.source().model_dump_json(), flush=True)
     sys.stdin.readline()
 ended.set()
 print(most - before)
@@ -225,13 +225,13 @@ def test_tensors_that_are_not_what_was_described_are_not_sent(ends: tuple[GlooGr
 
 
 def test_the_meeting_is_at_the_address_that_replicas_are_told_and_at_no_other(tmp_path: Path) -> None:
-    way = Sender(make_model(tmp_path / "m"), "gloo", ["a"], HERE, SECONDS).source("float32")
+    way = file_sender(make_model(tmp_path / "m"), ["a"], SECONDS).source()
     socket.create_connection((way.address, way.port), timeout=SECONDS).close()
     with pytest.raises(ConnectionRefusedError):  # by another address of this machine
         socket.create_connection(("127.0.0.2", way.port), timeout=SECONDS)
 
 
 def test_a_way_names_those_that_it_is_for(tmp_path: Path) -> None:
-    way = Sender(make_model(tmp_path / "m"), "gloo", ["a", "b"], HERE, 5).source("bfloat16")
+    way = file_sender(make_model(tmp_path / "m"), ["a", "b"], 5, dtype="bfloat16").source()
     assert (way.replicas, way.seconds, way.dtype, way.address) == (["a", "b"], 5, "bfloat16", HERE)
     assert TransferSource.model_validate_json(way.model_dump_json()) == way

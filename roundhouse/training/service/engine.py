@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
-from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
 from roundhouse.store.stage import ModelFiles
@@ -27,12 +27,14 @@ from roundhouse.training.checkpoint import (
     CRITIC_DIRECTORY,
     TRAINER_DIRECTORY,
     Cursor,
-    held_digests,
+    HeldWeights,
+    held_weights,
     load_cursor,
     load_model,
     read_side_files,
     save_cursor,
     save_model,
+    weights_in,
 )
 from roundhouse.training.context_parallel import refuse_unfit_heads
 from roundhouse.training.forward import (
@@ -59,7 +61,8 @@ from roundhouse.training.packing import Dealer, build_microbatches, cost_model
 from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_experts, split_matrices, sum_partial_gradients
-from roundhouse.weight_sync.tensor_files import digest_of_tensors
+from roundhouse.weight_sync.base import Dtype
+from roundhouse.weight_sync.transfer import Sender, TransferBegun, TransferOffer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +96,7 @@ class TrainEngine:
         self._dealer: Dealer | None = None
         self._optimizers: dict[Role, torch.optim.Optimizer] = {}
         self._side_files: dict[str, bytes] = {}
+        self._sender: Sender | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -274,10 +278,38 @@ class TrainEngine:
 
     def weights_digest(self) -> tuple[str, int]:
         """`digest_of_tensors` of the weights that `store_checkpoint` would write now, and how many tensors they are."""
-        digests = held_digests(self.model)
-        return digest_of_tensors(digests), len(digests)
+        held = self.held_weights("float32")
+        return held.digest, len(held.described)
+
+    def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
+        self.end_transfer()
+        held = self.held_weights(offer.dtype)
+        if held.digest != digest:
+            raise DataError(
+                f"The trainer holds weights with the digest {held.digest}, and the checkpoint's is {digest}."
+            )
+        self._sender = Sender(held.described, lambda: self.weights_in(offer.dtype), offer)
+        self._sender.begin()
+        return TransferBegun(digest=held.sent_digest, source=self._sender.source())
+
+    def end_transfer(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None and not sender.end(2 * sender.seconds):
+            raise InfraError(
+                f"A replica keeps the trainer, which sends it weights, beyond twice the time limit of {sender.seconds:g} s for "
+                "a batch. The trainer cannot go on; the next attempt begins from the last checkpoint."
+            )
+
+    def held_weights(self, dtype: Dtype) -> HeldWeights:
+        """What the policy's weights are, and what they would be in this type; all ranks take part."""
+        return held_weights(self.model, self.ranks, getattr(torch, dtype))
+
+    def weights_in(self, dtype: Dtype) -> Generator[tuple[str, torch.Tensor]]:
+        """`checkpoint.weights_in` of the policy."""
+        return weights_in(self.model, self.ranks, getattr(torch, dtype))
 
     def close(self) -> None:
+        self.end_transfer()
         self._scorers.clear()
         self._optimizers.clear()
         if self.device.type == "cuda":

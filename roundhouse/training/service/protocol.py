@@ -15,6 +15,8 @@ with credentials of its own; names and digests alone are exchanged.
     POST   /v1/optim_step             OptimStep, numbered            -> Applied
     POST   /v1/load_checkpoint        LoadCheckpoint, numbered       -> Cursor
     POST   /v1/store_checkpoint       StoreCheckpoint, numbered      -> ModelFiles
+    POST   /v1/begin_transfer         BeginTransfer, numbered        -> TransferBegun
+    POST   /v1/end_transfer           numbered
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
 
@@ -48,17 +50,26 @@ from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseErro
 from roundhouse.store.directories import StoredModel
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.verbs import Role
+from roundhouse.weight_sync.transfer import TransferOffer
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "4"
+PROTOCOL = "5"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
 ARRAYS = "application/x-safetensors"
 
 READING = ("facts", *(f"forward/{role}" for role in Role))
-CHANGING = ("forward_backward", "value_backward", "optim_step", "load_checkpoint", "store_checkpoint")
+CHANGING = (
+    "forward_backward",
+    "value_backward",
+    "optim_step",
+    "load_checkpoint",
+    "store_checkpoint",
+    "begin_transfer",
+    "end_transfer",
+)
 """The verbs: those of the first kind may be asked at any time, those of the second are numbered."""
 
 ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
@@ -118,6 +129,12 @@ class StoreCheckpoint(_Body):
     """None writes the weights alone."""
     weights: bool = True
     """False writes the trainer's state alone."""
+
+
+class BeginTransfer(_Body):
+    offer: TransferOffer
+    digest: str
+    """Of the checkpoint that the weights have to be."""
 
 
 class SavedCursor(RootModel[Cursor | None]):

@@ -22,6 +22,8 @@ import socket
 import sys
 import tempfile
 import threading
+from collections import deque
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ with gc_paused():
     from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.http.ports import LOOPBACK
-    from roundhouse.training.checkpoint import Cursor
+    from roundhouse.training.checkpoint import Cursor, HeldWeights
     from roundhouse.training.parallel import Ranks, join, leave
     from roundhouse.training.service.engine import TrainEngine
     from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
@@ -50,6 +52,7 @@ with gc_paused():
     from roundhouse.training.service.server import Service, build_app
     from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch, ValueBatch
     from roundhouse.training.service.wire import pack, unpack
+    from roundhouse.weight_sync.base import Dtype
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +140,16 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("load_checkpoint", directory=str(directory), trainer_state=state, role=role)
         return super()._load(directory, trainer_state, role)
 
+    def held_weights(self, dtype: Dtype) -> HeldWeights:
+        self._verbs.send("held_weights", dtype=dtype)
+        return super().held_weights(dtype)
+
+    def weights_in(self, dtype: Dtype) -> Generator[tuple[str, torch.Tensor]]:
+        self._verbs.send("weights_in", dtype=dtype)
+        return super().weights_in(dtype)
+
     def close(self) -> None:
+        self.end_transfer()
         self._verbs.send("close")
         super().close()
 
@@ -176,6 +188,10 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
         engine.load_checkpoint(
             Path(head["directory"]), trainer_state=None if state is None else Path(state), role=Role(head["role"])
         )
+    elif verb == "held_weights":
+        engine.held_weights(head["dtype"])
+    elif verb == "weights_in":
+        deque(engine.weights_in(head["dtype"]), maxlen=0)
     else:
         assert verb == "close", verb
         engine.close()

@@ -27,6 +27,7 @@ from roundhouse.store.location import Location
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.protocol import (
     ARRAYS,
+    BeginTransfer,
     CallReply,
     LoadCheckpoint,
     LogProbs,
@@ -37,6 +38,7 @@ from roundhouse.training.service.protocol import (
 )
 from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, TrainService, ValueBatch
 from roundhouse.training.service.wire import pack, unpack
+from roundhouse.weight_sync.transfer import WeightHolder
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ class ServedTrainEngine:
             "optim_step": self._optim_step,
             "load_checkpoint": self._load_checkpoint,
             "store_checkpoint": self._store_checkpoint,
+            "begin_transfer": self._begin_transfer,
+            "end_transfer": self._end_transfer,
         }
         try:
             return works[verb](body)
@@ -138,6 +142,19 @@ class ServedTrainEngine:
         place = Location(asked.place)
         written = self._held().store_checkpoint(place, asked.attempt, asked.cursor, weights=asked.weights)
         return _json(written.model_dump())
+
+    def _begin_transfer(self, body: bytes) -> CallReply:
+        asked = parse(BeginTransfer, body)
+        return _json(self._holder().begin_transfer(asked.offer, asked.digest).model_dump())
+
+    def _end_transfer(self, body: bytes) -> CallReply:
+        self._holder().end_transfer()
+        return _json(None)
+
+    def _holder(self) -> WeightHolder:
+        if not isinstance(held := self._held(), WeightHolder):
+            raise ConfigError("This train service cannot send weights.")
+        return held
 
     def _reached(self, model: StoredModel) -> StoredModel:
         _require_seen(model.uri)

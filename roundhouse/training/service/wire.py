@@ -32,6 +32,7 @@ from roundhouse.store.stage import ModelFiles
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
+from roundhouse.weight_sync.transfer import TransferBegun, TransferOffer
 
 T = TypeVar("T")
 
@@ -249,6 +250,13 @@ class ChannelService:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(directory / entry.path, directory / name)
         shutil.rmtree(directory / written.directory)
+
+    def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
+        asked = protocol.BeginTransfer(offer=offer, digest=digest).model_dump_json().encode()
+        return TransferBegun.model_validate_json(self.channel.change("begin_transfer", asked))
+
+    def end_transfer(self) -> None:
+        self.channel.change("end_transfer", b"")
 
     def close(self) -> None:
         self.channel.close()
