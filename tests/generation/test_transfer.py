@@ -25,14 +25,17 @@ from roundhouse.generation.protocol import Completion
 from roundhouse.generation.vllm_engine import environment
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import ensure_version, refit_iteration
+from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
+from roundhouse.weight_sync.base import RunCheckpoint
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender, TransferSource
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
+from tests.stages.test_train import sequences
 from tests.weight_sync.ends import file_sender
 
 CONFIG = GenerationConfig(
@@ -244,3 +247,33 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     (reread,) = engine.ensure(CONFIG, model, str(second), 202)
     require_agreement([whole, reread], "float32")
     assert whole.probe == reread.probe != before.probe
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_ranks_have_trained_goes_from_their_shards_to_the_workers_that_share_each_matrix(
+    processes: int, two_workers: ProcessEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = CONFIG.model_dump(mode="json") | {"engine_url": two_workers.url, "weight_sync": "transfer"}
+    generation["engine_args"] |= {"tensor_parallel_size": 2}
+    train = {"device": "cpu", "threads": 1, "service": {"kind": "resident", "processes": processes}}
+    tree = {"run_id": f"r{processes}", "store": str(tmp_path / "store"), "generation": generation, "train": train}
+    more = {"infra": {"state": str(tmp_path / "state")}, "validation": {"recompute_tolerance": None}}
+    run = open_run(parse_config(tree | more))
+    versions = [publish_starting_policy(run, tiny.make_model(tmp_path / "v0", seed=1), {})]
+    refit_iteration(run, 1, versions[0])
+    monkeypatch.setattr(RunCheckpoint, "in_engine_format", None)  # by which the flow's process would read it
+    try:
+        probes = []
+        for iteration in (1, 2):
+            batch = sequences(run, iteration)
+            versions.append(publish(run, train_iteration(run, iteration, batch, versions[-1], tmp_path / "cache")))
+            details = read_manifest(refit_iteration(run, iteration + 1, versions[-1])).details
+            assert [(one["way"], one["note"]) for one in details["replicas"]] == [("transfer", None)]
+            assert details["proof"]["digest"] == read_manifest(versions[-1]).details["weights_digest"]
+            probes.append(details["proof"]["probe"])
+        changes = {"generation": generation | {"weight_sync": "store"}}
+        (read,) = ensure_version(open_run(parse_config(tree | more | changes)), versions[1])
+        assert (read.transport, read.probe) == ("store", probes[0]), "what was sent computes as what was read"
+        assert probes[0] != probes[1]
+    finally:
+        release_trainer()
