@@ -40,7 +40,7 @@ from benchmarks.weight_delta import make_model
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.served_policy import ServedPolicy
-from roundhouse.generation.vllm_worker import RefitExtension, retie_head
+from roundhouse.generation.vllm_worker import RefitExtension, complete_reload
 from roundhouse.stages.checkpoint import publish
 from roundhouse.store.directories import scratch_beside, upload_model
 from roundhouse.store.location import Location
@@ -61,7 +61,7 @@ class WithPeer(RefitExtension):
 
     def bench_reload(self, directory: str) -> None:
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
-        retie_head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        complete_reload(self.model_runner.get_model())  # type: ignore[attr-defined]
 
 
 @dataclass

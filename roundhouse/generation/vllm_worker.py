@@ -2,8 +2,8 @@
 
 Invariant: `roundhouse_load` returns only when the model computes with the new weights. Status codes prove nothing here: on CPU
 vLLM packs every linear layer into a oneDNN kernel and frees the weights, and its reload leaves the head of a model with
-tied embeddings on the old kernel without an error. So each packed layer is asked to multiply a random vector, and the
-product is compared with the checkpoint's.
+tied embeddings on the old kernel without an error, and gives the kernel of a layer's experts matrices that are not packed. So
+each packed layer is asked to multiply a random vector, and the product is compared with the checkpoint's.
 
 The module also adds a weight-transfer engine that needs no GPU: tensors come by Gloo, and are loaded as vLLM's `nccl` engine
 loads them. It differs from that engine in name and time limits alone: the same steps (init, start, update, finish, shutdown)
@@ -12,8 +12,10 @@ with the same names of their arguments.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +37,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, own_address
 from roundhouse.weight_sync.tensor_files import DIGEST_THREADS, iterate, torch_digest, weight_files
 
+logger = logging.getLogger(__name__)
+
 PROBED_LAYERS = 2
-"""Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model."""
+"""Packed layers are probed in the first and the last decoder layer and in the head: a bounded cost for any size of model. Of a
+layer's experts, as many as a token goes through: the first and the last that a worker has."""
 
 PARENT_WATCH_SECONDS = 1.0
 WORKER_NAME = "VllmWorker"
@@ -93,7 +98,7 @@ class RefitExtension:
         path = Path(directory)
         self.reload_weights(weights_iterator=iterate(path))  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        retie_head(model)
+        complete_reload(model)
         return probe(model, _Checkpoint(path))
 
     def roundhouse_forget(self) -> None:
@@ -121,7 +126,7 @@ class RefitExtension:
         assert self._arrivals is not None
         arrivals, self._arrivals = self._arrivals, None
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        retie_head(model)
+        complete_reload(model)
         return probe(model, arrivals)
 
     def roundhouse_abandon(self) -> None:
@@ -154,6 +159,7 @@ class Arrivals:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._layers = _probed_layers(model)
+        self._experts = {part for _, layer, parts in _expert_layers(model) for each in parts.values() for part in each}
         self._kept: dict[str, Any] = {}
         self._digests: list[Future[tuple[str, str]]] = []
         self._pool = ThreadPoolExecutor(DIGEST_THREADS)
@@ -163,14 +169,19 @@ class Arrivals:
             came = list(tensors)
             for name, tensor in came:
                 self._digests.append(self._pool.submit(torch_digest, name, tensor))
-                parts = name.split(".")
-                in_layer = any(part.isdigit() for part in parts)
-                if not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts)):
+                if self._is_asked_for(name, tensor):
                     # A copy: it must not keep the whole batch that it came in.
                     self._kept[name] = tensor.detach().cpu().clone()
             return load(came)
 
         model.load_weights = watched
+
+    def _is_asked_for(self, name: str, tensor: Any) -> bool:
+        parts = name.split(".")
+        if _EXPERT.search(name):
+            return name in self._experts
+        in_layer = any(part.isdigit() for part in parts)
+        return not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts))
 
     def stop(self) -> None:
         """Nothing is written down from here on."""
@@ -185,15 +196,21 @@ class Arrivals:
         return self._kept.get(name)
 
 
-def retie_head(model: Any) -> None:
-    """Pack the head anew from the tied embedding.
+def complete_reload(model: Any) -> None:
+    """On CPU, what a reload of vLLM 0.32 leaves undone (vllm-project/vllm#48312 collects such cases).
 
-    The head owns no tensor of the checkpoint, so vLLM's reload never reaches it.
+    The head of tied embeddings owns no tensor of the checkpoint, so the reload never reaches it: it is packed anew. Matrices of
+    experts are packed at the first load alone; at the others they are put as they are where the packed ones were.
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if type(method := getattr(layer, "quant_method", None)).__name__ == _UNQUANTIZED_EXPERTS:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[union-attr]
     embedding, head = getattr(getattr(model, "model", None), "embed_tokens", None), getattr(model, "lm_head", None)
-    if not current_platform.is_cpu() or embedding is None or head is None or not model.config.tie_word_embeddings:
+    if embedding is None or head is None or not model.config.tie_word_embeddings:
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -213,6 +230,7 @@ def probe(model: Any, loaded: Tensors) -> int:
         named = model.named_parameters()
         proved = sum(_prove_parameter(model, name, parameter, loaded) for name, parameter in named)
         proved += sum(_prove_layer(name, layer, parts, loaded) for name, layer, parts in _packed_layers(model))
+        proved += sum(_prove_experts(name, layer, parts, loaded) for name, layer, parts in _expert_layers(model))
     if proved == 0:
         raise StaleWeights("No parameter of the running model could be compared with the weights that were loaded.")
     return proved
@@ -270,6 +288,74 @@ def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 _UNQUANTIZED = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+_UNQUANTIZED_EXPERTS = "UnquantizedFusedMoEMethod"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""How families of models name an expert's matrices: act(gate · x) * (up · x), and what projects it back."""
+
+
+def _expert_layers(model: Any) -> Iterator[tuple[str, Any, dict[int, list[str]]]]:
+    """Layers of experts that are probed; by the number of each expert, what the checkpoint may name its matrices."""
+    wanted = _probed_layers(model)
+    for name, layer in model.named_modules():
+        if type(getattr(layer, "quant_method", None)).__name__ != _UNQUANTIZED_EXPERTS:
+            continue
+        if wanted.intersection(name.split(".")):
+            stem = name.removesuffix(".routed_experts")
+            spread = layer.expert_map  # over the workers
+            local = [number for number in range(layer.global_num_experts) if spread is None or spread[number] >= 0]
+            count = min(layer.moe_config.experts_per_token, len(local))
+            parts = [part for names in _GATED for part in names]
+            chosen = dict.fromkeys([*local[:count], *local[-count:]])
+            yield name, layer, {each: [f"{stem}.{each}.{part}.weight" for part in parts] for each in chosen}
+
+
+def _prove_experts(name: str, layer: Any, parts: dict[int, list[str]], checkpoint: Tensors) -> bool:
+    """Two random vectors go through as many experts as a token does.
+
+    Returns:
+        False where the layer is of a kind that is not known here, or its kernel cannot be called by itself: on GPUs, where this
+        was never run, an error of the kernel is no verdict on the weights.
+    """
+    import torch
+    from torch.nn.functional import gelu, silu
+
+    method, config = layer.quant_method, layer.moe_config
+    acts: dict[str, Callable[[Any], Any]] = {"silu": silu, "gelu": gelu}
+    act = acts.get(str(getattr(config.activation, "value", config.activation)))
+    if act is None or config.has_bias or method.is_monolithic or layer.apply_router_weight_on_input:
+        return False
+    experts = {}
+    for number, names in parts.items():
+        tensors = [tensor for part in names if (tensor := checkpoint.get(part)) is not None]
+        if len(tensors) != len(_GATED[0]):
+            return False
+        experts[number] = tensors
+    count = min(config.experts_per_token, len(experts))
+    ids = torch.tensor([[*experts][:count], [*experts][-count:]], dtype=torch.int32)
+    shares = torch.linspace(0.5, 1.0, 2 * count).reshape(2, count)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, config.hidden_dim_unpadded, generator=draw).to(config.in_dtype)
+    own = config.intermediate_size_per_partition_unpadded
+    rows = slice(config.tp_rank * own, (config.tp_rank + 1) * own)
+    expected = torch.zeros(x.shape)
+    for token, (numbers, factors) in enumerate(zip(ids.tolist(), shares, strict=True)):
+        for number, factor in zip(numbers, factors, strict=True):
+            gate, up, down = (tensor.to(x.dtype).float() for tensor in experts[number])
+            inner = act(gate[rows] @ x[token].float()) * (up[rows] @ x[token].float())
+            expected[token] += factor * (down[:, rows] @ inner)
+    device = layer.w13_weight.device
+    try:
+        got = method.apply(layer, x.to(device), shares.to(device), ids.to(device), None, None).float().cpu()
+    except Exception as error:
+        if device.type == "cpu":
+            raise
+        logger.warning("The experts of %s are not proved: %r", name, error)
+        return False
+    bound = TOLERANCE.get(str(x.dtype).removeprefix("torch."), 5e-2) * float(expected.abs().max() + 1e-6)
+    if not float((got - expected).abs().max()) <= bound:
+        raise StaleWeights(f"The experts of {name} do not compute with the weights that were loaded.")
+    return True
 
 
 def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -> bool:

@@ -92,6 +92,34 @@ def make_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
+def make_moe_model(path: Path, *, seed: int) -> Path:
+    """A random-weight policy of four experts, two for each token."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = make_tokenizer(path)
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        initializer_range=0.08,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
 def make_model(path: Path, *, seed: int, tie: bool = True, sharpness: float = 4.0) -> Path:
     """A random-weight policy directory. `sharpness` scales the weights, so that tokens differ clearly in probability."""
     import torch
