@@ -81,15 +81,18 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this config.json is made of; tied ones are counted once."""
+    """Name and shape of every tensor in files of a model of this config.json; tied ones are counted once, and what transformers
+    fuses when it loads them, such as experts, is as the files have it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     config = AutoConfig.from_pretrained(model_dir)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     # parameters are listed once even where two modules share one (tied embeddings)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=True)}
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, own).items()}
 
 
 def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]) -> None:

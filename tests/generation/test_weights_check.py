@@ -11,6 +11,7 @@ from roundhouse.generation import served_policy
 from roundhouse.weight_sync.cache import NodeCache, node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.tensor_files import digest_of, weight_files
+from tests.generation import tiny
 
 
 def fetch(uri: str, directory: Path | None = None) -> Path:
@@ -51,6 +52,13 @@ def test_an_empty_prefix_is_refused_by_name(bucket, tmp_path):
 @pytest.mark.parametrize("name", ["first", "untied"])
 def test_the_expected_tensors_are_those_of_the_checkpoint(policies, name):
     assert served_policy.expected_shapes(policies[name]) == served_policy.tensor_shapes(policies[name])
+
+
+def test_experts_are_expected_one_by_one_as_files_have_them(tmp_path):
+    model = tiny.make_moe_model(tmp_path, seed=1)
+    expected = served_policy.expected_shapes(model)
+    assert expected == served_policy.tensor_shapes(model)
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in expected
 
 
 def test_an_index_that_names_a_missing_file_is_refused(policies, tmp_path):
