@@ -91,14 +91,20 @@ def give_back_memory() -> None:
 
 
 def load_into(model: Any, directory: str) -> None:
-    """Copy every tensor of a Hugging Face directory into the model, in place.
+    """Copy every tensor of a Hugging Face directory into the model, in place. A model of which transformers fuses some, such as
+    experts, is there twice for a moment.
 
     Raises:
         RuntimeError: a parameter found no tensor, or a tensor no parameter.
     """
     import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
 
-    tensors = dict(iterate(Path(directory)))
+    if any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)):
+        tensors = _converted(model, directory)
+    else:
+        tensors = dict(iterate(Path(directory)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in tensors:
@@ -107,6 +113,20 @@ def load_into(model: Any, directory: str) -> None:
     leftover = sorted(set(tensors) - set(model.state_dict()))
     if leftover:
         raise RuntimeError(f"{directory} has {leftover[0]}, which the model has not.")
+
+
+def _converted(model: Any, directory: str) -> dict[str, Any]:
+    """The parameters that transformers makes of the directory's tensors."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    loaded, report = type(model).from_pretrained(
+        directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for problem, names in report.items():
+        if names:
+            raise RuntimeError(f"{directory}: {problem}: {', '.join(sorted(map(str, names))[:3])}.")
+    return dict(loaded.named_parameters())
 
 
 def score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:

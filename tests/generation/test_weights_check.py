@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from roundhouse.errors import DataError, StoreError
-from roundhouse.generation import served_policy
+from roundhouse.generation import served_policy, transformers_engine
 from roundhouse.weight_sync.cache import NodeCache, node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 from roundhouse.weight_sync.tensor_files import digest_of, weight_files
@@ -90,3 +92,18 @@ def test_downloads_lie_in_a_directory_that_only_this_user_can_write(bucket, poli
     cache.symlink_to(tmp_path / "theirs")
     with pytest.raises(StoreError, match="another user"):
         fetch(f"{bucket}/private")
+
+
+def test_the_transformers_engine_loads_experts_that_files_have_one_by_one(tmp_path):
+    first, second = (tiny.make_moe_model(tmp_path / name, seed=seed) for seed, name in enumerate("ab", 1))
+    model = AutoModelForCausalLM.from_pretrained(first).eval()
+    tokens = list(range(10, 40))
+    before = transformers_engine.score_tokens(model, tokens)
+    transformers_engine.load_into(model, str(second))
+    fresh = AutoModelForCausalLM.from_pretrained(second).eval()
+    assert transformers_engine.score_tokens(model, tokens) == transformers_engine.score_tokens(fresh, tokens) != before
+    weights = load_file(second / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.down_proj.weight"]
+    save_file(weights, second / "model.safetensors")
+    with pytest.raises(RuntimeError, match="down_proj"):
+        transformers_engine.load_into(model, str(second))
