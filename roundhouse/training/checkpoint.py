@@ -104,7 +104,7 @@ def load_model(
 
     Args:
         values: with a new value head in the place of the output layer.
-        prepare: puts adapters on it and spreads it over the ranks.
+        prepare: puts adapters on it and spreads it over the ranks. Given the model in eval mode.
 
     Raises:
         ConfigError: there is no model directory, or the model cannot be packed.
@@ -138,7 +138,7 @@ def load_model(
             f"{directory} holds an lm_head.weight of its own although config.json ties it to the embedding: engine and trainer "
             "would use different ones. Set tie_word_embeddings to false in config.json, or remove the tensor."
         )
-    return model.eval()
+    return model
 
 
 def _without_numbers(directory: Path, attention: str, values: bool) -> PreTrainedModel:
@@ -153,7 +153,7 @@ def _without_numbers(directory: Path, attention: str, values: bool) -> PreTraine
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     if values:
         put_value_head(model)
-    return model
+    return model.eval()  # here, since what prepares a model may flag layers that compute themselves again
 
 
 def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:

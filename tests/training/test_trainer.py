@@ -14,6 +14,8 @@ from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS
+from roundhouse.training.packing import Microbatch, build_microbatches
+from roundhouse.training.service.verbs import Role, TokenBatch
 from roundhouse.training.trainer import Trainer, TrainStep, plan_updates
 from tests.training import reference
 from tests.training.tiny import make_model, plain_model, record, records, sequences
@@ -114,6 +116,32 @@ def test_what_saves_memory_changes_neither_loss_nor_gradient(
     assert _relative(saved, plain) < 1e-6
     for metric in ("loss", "policy_loss", "entropy", "grad_norm"):
         assert after[metric] == pytest.approx(before[metric], rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapter"])
+def test_recomputed_activations_are_not_kept_for_backward(model_dir: Path, changes: dict[str, Any]) -> None:
+    kept = []
+    for recomputed in (False, True):
+        config = _config(activation_checkpointing=recomputed, logits_chunk_tokens=8, **changes)
+        trainer = Trainer.load(model_dir, config)
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = trainer.engine._scorer(Role.POLICY).predict(one_microbatch(sequences(2, 4))).log_probs.sum()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+        kept.append(sum(size for place, size in saved.items() if place not in weights))
+        loss.backward()
+    assert kept[1] < 0.5 * kept[0]
+
+
+def one_microbatch(batch: TrainingSequences) -> Microbatch:
+    tokens = TokenBatch.of(batch, list(range(len(batch))), batch.loss_mask)
+    [found] = build_microbatches(tokens, range(len(tokens)), tokens.predicted, budget=100_000, packed=True, dealer=None)
+    return found
 
 
 def test_which_sequences_an_update_holds_does_not_depend_on_their_lengths(model_dir: Path) -> None:
