@@ -290,9 +290,17 @@ def weights_in(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> Gene
     tensors = iter(published_weights(model, ranks).items())
     try:
         for name, saved in tensors:
-            pieces = [piece.cpu().to(sent_as(saved, dtype)) for piece in saved.pieces(ranks, 0)]
-            if pieces:
-                yield name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            whole = torch.empty(saved.shape, dtype=sent_as(saved, dtype)) if ranks.leads else None
+            begin = 0
+            for piece in saved.pieces(ranks, 0):
+                assert whole is not None, "the leading rank's own"
+                if piece.shape == whole.shape:
+                    whole.copy_(piece)
+                else:
+                    whole[begin : begin + len(piece)] = piece
+                    begin += len(piece)
+            if whole is not None:
+                yield name, whole
     finally:
         for _, saved in tensors:
             deque(saved.pieces(ranks, 0), maxlen=0)
