@@ -397,8 +397,8 @@ def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
             trained[_PREFIX + name.replace(f".{_NAME}.", ".")] = SavedTensor.of(parameter)
         elif name.endswith(".base_layer.weight"):
             frozen[name.replace(".base_layer.", ".")] = SavedTensor.of(parameter)
-    save_tensors(trained, state, ADAPTER, ranks)
-    save_tensors(frozen, state, BASE, ranks)
+    save_tensors(trained, state, ADAPTER, ranks, weights=False)
+    save_tensors(frozen, state, BASE, ranks, weights=False)
     if ranks.leads:
         settings: Any = model.peft_config
         config = {key: sorted(v) if isinstance(v, set) else v for key, v in settings[_NAME].to_dict().items()}

@@ -261,7 +261,7 @@ CERTAIN_TOKENS = 16
 """Log-probabilities that are all equal are no measurement when there are at least so many of them."""
 
 COMPONENT_TOLERANCE = 1e-5
-"""Relative, of the sum of reward components against the reward; that of `roundhouse.rollout.protocol`."""
+"""Relative, of the sum of reward components against the reward, which may be added up in another order."""
 
 CUT_SHORT = frozenset({"length", "max_tokens", "max_turns", "environment"})
 """Finish reasons of rollouts that a limit or the world ended."""

@@ -315,7 +315,7 @@ class TensorWriter:
     def __init__(self, directory: Path, *, weights: bool = True) -> None:
         """
         Args:
-            weights: take the digest of the tensors, which engines prove; of an optimizer's state nobody asks for it.
+            weights: take the digest of the tensors, which engines prove; of a trainer's state nobody asks for it.
         """
         self._directory = directory
         self._weights = weights
