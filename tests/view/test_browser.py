@@ -294,6 +294,15 @@ def test_rollouts_are_filtered_by_what_became_of_them_in_training(page: Any, url
     assert "learning=trained" in page.url
 
 
+def test_a_press_on_a_row_opens_it_though_the_rows_are_read_again_meanwhile(page: Any, url: str) -> None:
+    open_page(page, url, "run=a&iteration=2")
+    page.hover(".row[data-rollout='sum/0/3']")
+    page.mouse.down()
+    page.evaluate("document.querySelector('.scroller').dispatchEvent(new Event('scroll'))")
+    page.mouse.up()
+    page.wait_for_selector(".row.open[data-rollout='sum/0/3']")
+
+
 def test_an_exported_page_needs_nobody(page: Any, store: str, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     export_page(store, Scope("b", 2, "collect"), file, largest=100)

@@ -35,7 +35,10 @@ export class Table {
     this.head = h(".row.head", { role: "row" });
     this.note = h(".tablenote");
     this.element = h(".table", {}, this.head, this.scroller, this.note);
+    this.pressed = this.late = false;
     this.scroller.addEventListener("scroll", () => this.draw());
+    this.scroller.addEventListener("pointerdown", (event) => { this.pressed = event.target.closest(".row") !== null; });
+    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(() => this.release()));
     new ResizeObserver(() => this.draw()).observe(this.scroller);
   }
 
@@ -72,7 +75,15 @@ export class Table {
     }));
   }
 
+  /** Behind a press, and the click that it may be, the rows may be made anew. */
+  release() {
+    this.pressed = false;
+    if (this.late) this.draw();
+  }
+
   draw() {
+    this.late = this.pressed; // a row that is replaced under a press hears no click
+    if (this.late) return;
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - 8);
     const last = Math.min(this.matched, first + Math.ceil(this.scroller.clientHeight / ROW) + 16);
     const rows = [];
@@ -123,7 +134,7 @@ export class Table {
     const before = place > 0 ? this.at(place - 1) : null;
     const again = before && before.group_id === found.group_id && before.iteration === found.iteration;
     const classes = `${again ? ".again" : ""}${place === this.cursor ? ".cursor" : ""}${open ? ".open" : ""}`;
-    return h(`.row${classes}`, { role: "row", vars: { top }, onclick: () => this.open(place), "data-rollout": found.rollout_id },
+    return h(`.row${classes}`, { role: "row", vars: { top }, onclick: () => this.open(place, false, found), "data-rollout": found.rollout_id },
       COLUMNS.map(([name]) => h(`.cell.c-${name}`, { title: ["group_id", "environment"].includes(name) ? found[name] : undefined }, cells[name])));
   }
 
@@ -136,9 +147,9 @@ export class Table {
     if (state().rollout) this.open(this.cursor, true);
   }
 
-  async open(place = this.cursor, quiet = false) {
+  async open(place = this.cursor, quiet = false, given = null) {
     this.cursor = place < 0 ? 0 : place;
-    let found = this.at(this.cursor);
+    let found = given ?? this.at(this.cursor);
     for (let wait = 0; !found && wait < 40; wait += 1) {
       await new Promise((resolve) => setTimeout(resolve, 50));
       found = this.at(this.cursor);
