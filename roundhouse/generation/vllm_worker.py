@@ -323,7 +323,8 @@ def _prove_experts(name: str, layer: Any, parts: dict[int, list[str]], checkpoin
     method, config = layer.quant_method, layer.moe_config
     acts: dict[str, Callable[[Any], Any]] = {"silu": silu, "gelu": gelu}
     act = acts.get(str(getattr(config.activation, "value", config.activation)))
-    if act is None or config.has_bias or method.is_monolithic or layer.apply_router_weight_on_input:
+    moved = config.moe_parallel_config.enable_eplb  # vLLM has copies of experts, under numbers of its own
+    if act is None or config.has_bias or method.is_monolithic or layer.apply_router_weight_on_input or moved:
         return False
     experts = {}
     for number, names in parts.items():

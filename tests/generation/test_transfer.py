@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,17 +249,16 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     assert whole.probe == reread.probe != before.probe
 
 
-@pytest.mark.parametrize(("processes", "experts"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("make", [tiny.make_model, tiny.make_moe_model])
 def test_what_ranks_have_trained_goes_from_their_shards_to_the_workers_that_share_each_matrix(
-    processes: int, experts: bool, two_workers: ProcessEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Path], two_workers: ProcessEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generation = CONFIG.model_dump(mode="json") | {"engine_url": two_workers.url, "weight_sync": "transfer"}
     generation["engine_args"] |= {"tensor_parallel_size": 2}
-    train = {"device": "cpu", "threads": 1, "service": {"kind": "resident", "processes": processes}}
+    train = {"device": "cpu", "threads": 1, "service": {"kind": "resident", "processes": 2}}
     tree = {"run_id": "r", "store": str(tmp_path / "store"), "generation": generation, "train": train}
     more = {"infra": {"state": str(tmp_path / "state")}, "validation": {"recompute_tolerance": None}}
     run = open_run(parse_config(tree | more))
-    make = tiny.make_moe_model if experts else tiny.make_model
     versions = [publish_starting_policy(run, make(tmp_path / "v0", seed=1), {})]
     refit_iteration(run, 1, versions[0])
     monkeypatch.setattr(RunCheckpoint, "in_engine_format", None)  # by which the flow's process would read it
