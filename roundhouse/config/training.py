@@ -245,6 +245,10 @@ class LoraConfig(Section):
     """Names of the layers that get one: the part after the last dot."""
 
 
+ON_CUDA = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
+"""Defaults of `train` where its `device` is cuda."""
+
+
 class TrainConfig(Section):
     """One training stage: from sequences and version v to version v+1."""
 
@@ -266,14 +270,18 @@ class TrainConfig(Section):
     """Pack sequences into one row with block-diagonal attention. False pads: the slow reference."""
     logits_chunk_tokens: Annotated[int, Field(ge=0)] = 0
     """Compute logits for so many positions at a time, and again in the backward pass, so that a large vocabulary times a long
-    sequence needs no memory; 1024 is a good number. 0 computes all at once, which is faster where they fit."""
+    sequence needs no memory; 1024 is a good number, and the default where `device` is cuda. 0 computes all at once, which is
+    faster where they fit."""
     activation_checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, a third more time."""
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, a third more time. The
+    default where `device` is cuda."""
     reduce_gradients: Literal["update", "microbatch"] = "update"
     """When several processes add up their gradients: once for all microbatches of a minibatch, or in each one, which moves as
     much again every time and keeps no whole gradient in memory (4 bytes per parameter)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of forward and backward passes; weights and moments stay float32. Where `device` is cuda, the default is bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one, and the trainer warns of what does not suit it. cuda wants one."""
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
     """CPU threads; 0 takes one for a model below ten million parameters, else all cores. Where training and collection overlap,
     this and `generation.threads` together should not exceed the cores."""
@@ -327,6 +335,12 @@ class TrainConfig(Section):
                 "critic's layers are not split. Set tensor_parallel to 1, which shards over all processes."
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_cuda(cls, values: Any) -> Any:
+        """What is not set is as a GPU needs it, where one is wanted; what a run records says so."""
+        return ON_CUDA | values if isinstance(values, dict) and values.get("device") == "cuda" else values
 
     @model_validator(mode="before")
     @classmethod

@@ -91,7 +91,7 @@ class TrainEngine:
             )
         self.device = torch.device("cuda" if config.device != "cpu" and gpu else "cpu")
         if self.device.type == "cuda" and (advice := unfit_for_gpu(config)):
-            logger.warning("On a GPU: %s. See docs/gpu.md.", "; ".join(advice))
+            logger.warning("On a GPU: %s. With train.device cuda these are the defaults.", "; ".join(advice))
         self._scorers: dict[Role, Scorer] = {}
         self._dealer: Dealer | None = None
         self._optimizers: dict[Role, torch.optim.Optimizer] = {}

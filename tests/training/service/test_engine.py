@@ -133,5 +133,5 @@ def test_defaults_that_do_not_fit_a_gpu_are_named_with_their_remedy() -> None:
         "train.logits_chunk_tokens",
         "train.activation_checkpointing",
     ]
-    recipe = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
-    assert unfit_for_gpu(TrainConfig.model_validate(recipe)) == []
+    assert unfit_for_gpu(TrainConfig(device="cuda")) == []
+    assert unfit_for_gpu(TrainConfig(device="cuda", dtype="float32"))[0].startswith("train.dtype is float32")
