@@ -263,9 +263,9 @@ def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
 @contextmanager
 def _sent_by_trainer(checkpoint: RunCheckpoint, offer: TransferOffer) -> Iterator[TransferBegun | None]:
     """Within the block the trainer sends; None where there is none that can, or it holds other weights."""
-    holder, digest = checkpoint.trainer, checkpoint.weights_digest
-    begun: TransferBegun | None = None
-    if isinstance(holder, WeightHolder) and digest is not None:
+    holder = checkpoint.trainer if isinstance(checkpoint.trainer, WeightHolder) else None
+    digest, begun = checkpoint.weights_digest, None
+    if holder is not None and digest is not None:
         try:
             begun = holder.begin_transfer(offer, digest)
         except RoundhouseError as error:
@@ -273,8 +273,7 @@ def _sent_by_trainer(checkpoint: RunCheckpoint, offer: TransferOffer) -> Iterato
     try:
         yield begun
     finally:
-        if begun is not None:
-            assert isinstance(holder, WeightHolder)
+        if holder is not None and begun is not None:
             try:
                 holder.end_transfer()
             except RoundhouseError as error:  # a trainer that is lost says so again when it is to train

@@ -92,6 +92,18 @@ def make_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+}
+
+
 def make_moe_model(path: Path, *, seed: int) -> Path:
     """A random-weight policy of four experts, two for each token."""
     import torch
@@ -100,20 +112,14 @@ def make_moe_model(path: Path, *, seed: int) -> Path:
     tokenizer = make_tokenizer(path)
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
+        **SHAPE,
         moe_intermediate_size=64,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
         initializer_range=0.08,
     )
     Qwen3MoeForCausalLM(config).float().save_pretrained(path)
@@ -128,18 +134,11 @@ def make_model(path: Path, *, seed: int, tie: bool = True, sharpness: float = 4.
     tokenizer = make_tokenizer(path)
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
+        **SHAPE,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
         tie_word_embeddings=tie,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
         initializer_range=0.02 * sharpness,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(path)
