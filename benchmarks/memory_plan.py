@@ -46,7 +46,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "recomputed": {"activation_checkpointing": True},
     "recomputed, chunked": {"activation_checkpointing": True, "logits_chunk_tokens": 256},
+    "reference": {"algorithm": {"kl_coefficient": 0.1}},
+    "reference, adapter": {"algorithm": {"kl_coefficient": 0.1}, "lora": {"rank": 8}},
 }
+SETTINGS |= {f"{name}, bf16": SETTINGS[name] | {"dtype": "bfloat16"} for name in ("reference", "reference, adapter")}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "FSDP2, 2 ranks": (2, {}),
@@ -73,7 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--sizes", type=int, help="how many of the models, smallest first (with --layouts 1, else all)")
-    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of them, without --layouts")
+    parser.add_argument(
+        "--settings",
+        type=int,
+        default=len(SETTINGS) - 2,
+        help="how many of them, without --layouts; the last two compute in bfloat16, slow on many CPUs",
+    )
     parser.add_argument("--layouts", action="store_true", help="1, 2 and 4 ranks in each layout, in place of settings")
     parser.add_argument("--case", help="used by the benchmark itself")
     arguments = parser.parse_args()
@@ -100,13 +108,13 @@ def cases(sizes: list[str], ranks: int, settings: list[str], *, layouts: bool) -
 def report(work: Path, wanted: list[Case]) -> int:
     """Print the table; 1 where a plan is too far off."""
     print(f"one microbatch of {TOKENS} tokens at a time, two in an update of each rank")
-    print(f"{'model':<8}{'settings':<22}{'ranks':>6}{'plan MiB':>10}{'peak MiB':>10}{'off by':>9}")
+    print(f"{'model':<8}{'settings':<26}{'ranks':>6}{'plan MiB':>10}{'peak MiB':>10}{'off by':>9}")
     results: list[dict[str, Any]] = []
     for case in wanted:
         found = _run(case, work)
         off = found["plan"] / found["peak"] - 1
         figures = f"{case.ranks:6}{found['plan']:10.0f}{found['peak']:10.0f}{off:9.1%}"
-        print(f"{case.size:<8}{case.name:<22}{figures}", flush=True)
+        print(f"{case.size:<8}{case.name:<26}{figures}", flush=True)
         results.append(
             {
                 "case": f"{case.size}, {case.name}",
@@ -155,12 +163,13 @@ def measure(case: dict[str, Any]) -> None:
     settings = {"minibatches": 1, "threads": 1, "device": "cpu", "tokens_per_microbatch": TOKENS, **case["train"]}
     train = TrainConfig.model_validate(settings)
     ranks, directory = join("cpu", TIMEOUT, **train.parallelism), Path(case["directory"])
-    plan = plan_memory(Qwen2Config(**case["shape"]), train, ranks.size, TOKENS)
-    _trained(case["shape"] | TINY, directory.with_name("tiny"), train, ranks)
+    shape = case["shape"] | {"dtype": train.dtype}
+    plan = plan_memory(Qwen2Config(**shape), train, ranks.size, TOKENS)
+    _trained(shape | TINY, directory.with_name("tiny"), train, ranks)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
-    trainer, batch = _trained(case["shape"], directory, train, ranks)
+    trainer, batch = _trained(shape, directory, train, ranks)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     trainer.step(batch, 2)
     found = {"plan": plan.total / 2**20, "peak": _status("VmHWM") - before, "before": before, "bytes": plan.bytes}
@@ -176,11 +185,13 @@ def _trained(shape: dict[str, Any], directory: Path, train: TrainConfig, ranks: 
     from roundhouse.training.service.engine import TrainEngine
     from roundhouse.training.trainer import Trainer
 
+    directory = directory.with_name(f"{directory.name}-{train.dtype}")
     if ranks.leads and not directory.is_dir():
         torch.manual_seed(0)
-        Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(directory)
+        Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, train.dtype)).save_pretrained(directory)
     ranks.wait()
-    trainer = Trainer.over(TrainEngine(train, ranks=ranks), directory, train)
+    reference = None if train.reference_is_frozen else directory
+    trainer = Trainer.over(TrainEngine(train, ranks=ranks), directory, train, reference_dir=reference)
     batch = _sequences(2 * ranks.size // ranks.sharing)
     trainer.step(batch, 1)
     return trainer, batch

@@ -279,7 +279,8 @@ class TrainConfig(Section):
     """When several processes add up their gradients: once for all microbatches of a minibatch, or in each one, which moves as
     much again every time and keeps no whole gradient in memory (4 bytes per parameter)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of forward and backward passes; weights and moments stay float32. Where `device` is cuda, the default is bfloat16."""
+    """Of forward and backward passes; weights that learn and moments stay float32. Where `device` is cuda, the default is
+    bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one, and the trainer warns of what does not suit it. cuda wants one."""
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
@@ -289,6 +290,12 @@ class TrainConfig(Section):
     check_memory: Operational[bool] = True
     """Refuse a run on this machine whose memory plan (`roundhouse doctor CONFIG --device …`) does not fit its GPU, or what is
     free of its memory. False starts it all the same."""
+
+    @property
+    def reference_is_frozen(self) -> bool:
+        """Whether the reference is what the adapter of `lora` stands on, so that the policy without it is the reference."""
+        algorithm = self.algorithm
+        return self.lora is not None and algorithm.reference_source == "start" and algorithm.reference_every is None
 
     @property
     def parallelism(self) -> dict[str, int]:

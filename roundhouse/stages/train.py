@@ -512,13 +512,13 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
 
 def reference_origin(run: Run, base: int) -> Reference | str | None:
     """The model that the run's algorithm compares the policy with when version `base` is trained from: a checkpoint, a URI, or
-    None when it needs none.
+    None when it needs none besides the policy.
 
     Raises:
         ConfigError: the teacher's directory is not there.
     """
     source = run.config.train.algorithm.reference_source
-    if source is None:
+    if source is None or run.config.train.reference_is_frozen:
         return None
     if source == "start":
         start = run.checkpoint(reference_version(run, base)).reference()

@@ -1,6 +1,7 @@
 """A checkpoint's directory: a Hugging Face model that transformers and vLLM load, and `trainer/` to continue from.
 
-    config.json  model.safetensors  tokenizer.json  …      weights in float32, names as in the starting model
+    config.json  model.safetensors  tokenizer.json  …      weights in float32 (an adapter's frozen ones as they are held), names
+                                                           as in the starting model
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
     trainer/critic/                                        of an algorithm with a critic: its model, with a value head as
@@ -100,7 +101,7 @@ def load_model(
     ranks: Ranks | None = None,
     values: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in float32 and eval mode.
+    """A causal language model in float32, where `prepare` does not change that, and eval mode.
 
     Args:
         values: with a new value head in the place of the output layer.

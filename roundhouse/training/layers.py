@@ -356,6 +356,39 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
     _inject(model, config)
 
 
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes as the frozen one does inside the block."""
+    adapted = list(_adapted(model).values())
+    try:
+        for layer in adapted:
+            layer._disable_adapters = True  # its own method also takes requires_grad away, which FSDP2 reads once
+        yield
+    finally:
+        for layer in adapted:
+            layer._disable_adapters = False
+
+
+def hold_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> None:
+    """Hold frozen matrices of a model without numbers in the type in which bfloat16 passes use them; no bit of what these
+    compute changes."""
+    for parameter in used_in_bfloat16(model, sharded=sharded):
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.Parameter]:
+    """The matrices that bfloat16 passes use in this type alone: autocast those of linear layers, FSDP2 all. Not embeddings, and
+    what is tied to them: autocast looks them up as they are."""
+
+    def of(kind: type[torch.nn.Module]) -> set[int]:
+        modules = (module for module in model.modules() if isinstance(module, kind))
+        return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+
+    looked_up, multiplied = of(torch.nn.Embedding), of(torch.nn.Module if sharded else torch.nn.Linear)
+    return [p for p in model.parameters() if p.ndim > 1 and id(p) in multiplied - looked_up]
+
+
 def merged(model: PreTrainedModel) -> SavedTensors:
     """Every weight by the names of a model without adapters; of tied ones the first."""
     adapted, held = _adapted(model), model.state_dict(keep_vars=True)
@@ -381,9 +414,9 @@ def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
         weight = gathered(frozen, ranks, owner)
         if weight is None or low is None or high is None:
             return None
-        return weight + layer.scaling[_NAME] * (high @ low)
+        return weight.to(low.dtype) + layer.scaling[_NAME] * (high @ low)
 
-    return SavedTensor.by_whole(frozen.shape, frozen.dtype, whole)
+    return SavedTensor.by_whole(frozen.shape, layer.lora_A[_NAME].weight.dtype, whole)
 
 
 def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:

@@ -4,11 +4,13 @@ Invariant: a plan depends on the model's shape, the section `train` and the numb
 GPU is needed: what stays over a step is counted from the shapes, and what a pass takes is found by running forward and
 backward of the trainer's own scorer on fake tensors, which have shapes and no bytes.
 
-    weights, gradients     4 bytes per parameter, spread over the ranks (those of an adapter: only its own gradients); with
-                           `train.service.tensor_parallel` what is not split is spread over as many times fewer
+    weights, gradients     4 bytes per parameter, spread over the ranks; with `train.service.tensor_parallel` what is not split
+                           is spread over as many times fewer. Under an adapter: only its own gradients, and with dtype bfloat16
+                           2 bytes for frozen matrices but embeddings, where config.json says that its files have them so
     moments                8 bytes per trained parameter, spread; in 8 bits 2 1/16 of those that are in blocks
                            over the ranks of one replica with `train.service.data_parallel_replicate`
-    reference              4 bytes per parameter, spread
+    reference              4 bytes per parameter, or 2 for matrices but embeddings with dtype bfloat16, spread; nothing where it
+                           is the policy without its adapter
     critic                 12 bytes per parameter (weights and moments; fewer in 8 bits), spread, taken to be as large as the
                            policy without its output layer; policy and critic learn one after the other, so that one of them
                            has gradients
@@ -52,8 +54,10 @@ from roundhouse.training.layers import (
     attach,
     checkpoint_activations,
     decoder_layers,
+    hold_in_bfloat16,
     register_packed_attention,
     replace_norms,
+    used_in_bfloat16,
 )
 from roundhouse.training.optimizer import BLOCK, in_blocks
 from roundhouse.training.packing import Microbatch, Span
@@ -156,22 +160,24 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
         learns = [parameter.shape for parameter in built.model.parameters() if parameter.requires_grad]
+        low = _frozen_low(built.model, train, sharded=ranks > 1)
         if experts > 1:
             _leave_experts_of_one(built.model, experts)
         held = sum(parameter.numel() for parameter in built.model.parameters())
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
+    reference = train.algorithm.reference_source is not None and not train.reference_is_frozen
     section = train.algorithm.critic_section
     critic = 0 if section is None else _of_critic(model, built.model)
     eight = section is not None and section.optimizer.moments == "8-bit"
     learning = max(trained, critic)
     bytes_ = {
-        "weights": 4 * whole // over,
+        "weights": (4 * whole - (2 * low if _adapts_low(model, train) else 0)) // over,
         "gradients": 4 * learning // over,
         "moments": _moments(learns, train.optimizer) // over,
         "critic": int((4 + (_IN_BLOCKS if eight else 8)) * critic) // over,
-        "reference": 4 * (adapter or whole) // over if train.algorithm.reference_source is not None else 0,
+        "reference": (4 * (adapter or whole) - 2 * low) // over if reference else 0,
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
     if ranks > 1:
@@ -191,6 +197,18 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         bytes_ |= passing
     parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
     return MemoryPlan(parameters, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
+
+
+def _frozen_low(model: PreTrainedModel, train: TrainConfig, *, sharded: bool) -> int:
+    """How many numbers are in 2 bytes of a model like this that does not learn; adapters are none of them."""
+    frozen = [each for each in used_in_bfloat16(model, sharded=sharded) if train.lora is None or not each.requires_grad]
+    return sum(parameter.numel() for parameter in frozen) if train.dtype == "bfloat16" else 0
+
+
+def _adapts_low(model: PreTrainedConfig, train: TrainConfig) -> bool:
+    """Whether an adapter's frozen model is held so, too."""
+    published = str(model.get_text_config().dtype or model.dtype).removeprefix("torch.")
+    return train.lora is not None and train.dtype == published == "bfloat16"
 
 
 def _moments(shapes: Iterable[torch.Size], optimizer: OptimizerConfig) -> int:
@@ -340,10 +358,12 @@ def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) 
     register_packed_attention()
     compute = torch.bfloat16 if sharded and train.dtype == "bfloat16" else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=compute, attn_implementation=PACKED if train.packing else "sdpa"
+        model = AutoModelForCausalLM.from_config(  # which writes the type into what it is given
+            copy.deepcopy(config), dtype=compute, attn_implementation=PACKED if train.packing else "sdpa"
         ).eval()
         attach(model, train.lora, None, Path())
+    if _adapts_low(config, train):
+        hold_in_bfloat16(model, sharded=sharded)
     if train.activation_checkpointing:
         checkpoint_activations(model)
     replace_norms(model, tried=False)

@@ -29,8 +29,8 @@ from roundhouse.cpu import attribute_to_stage_of
 from roundhouse.errors import InfraError
 from roundhouse.training.parallel import Ranks, row_pieces
 from roundhouse.weight_sync.tensor_files import (
-    INDEX,
     SHARD_BYTES,
+    TensorFile,
     TensorHeader,
     TensorWriter,
     file_names,
@@ -193,8 +193,22 @@ def saved_tensors(directory: Path, stem: str) -> Iterator[tuple[str, torch.Tenso
         OSError, SafetensorError: a file is missing or damaged.
         DataError: the index is.
     """
-    one = directory / f"{stem}.safetensors"
-    for path in weight_files(directory, stem) if (directory / f"{stem}{INDEX}").is_file() else [one]:
+    for path in _files(directory, stem):
         with safe_open(path, "pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
+
+
+def matrix_types(directory: Path, stem: str) -> set[str]:
+    """As safetensors names them: the number formats of all tensors in these files but vectors.
+
+    Raises:
+        DataError: a file or the index is missing or damaged.
+    """
+    tensors = (tensor for path in _files(directory, stem) for tensor in TensorFile(path).tensors())
+    return {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+
+
+def _files(directory: Path, stem: str) -> list[Path]:
+    one = directory / f"{stem}.safetensors"
+    return [one] if one.is_file() else weight_files(directory, stem)

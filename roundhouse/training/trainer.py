@@ -124,7 +124,8 @@ class Trainer:
         Args:
             model_dir: not needed any more once this returns.
             trainer_state: None starts a fresh optimizer.
-            reference_dir: model of the KL term; needed when the algorithm has one, not read when it has none.
+            reference_dir: model of the KL term, not read when the algorithm has none. None where it has one: with `lora` what
+                the adapter stands on, if the algorithm's reference is the start; else refused.
             critic_dir: model that a new critic begins from; None: `model_dir`. Not read where the algorithm has none, or
                 `trainer_state` has the critic.
             seed: the run's seed; shuffling is derived from it and the iteration.
@@ -136,9 +137,9 @@ class Trainer:
         """
         algorithm = build_algorithm(config.algorithm)
         cursor = service.load_checkpoint(model_dir, trainer_state=trainer_state)
-        if algorithm.needs_reference:
+        section = config.algorithm
+        if algorithm.needs_reference and (reference_dir is not None or not config.reference_is_frozen):
             if reference_dir is None:
-                section = config.algorithm
                 if section.reference_source not in (None, "start"):
                     raise ConfigError(
                         f"train.algorithm.kind {section.kind} needs a teacher, but no reference_dir was given. Give "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.service import engine
+from roundhouse.training.service.verbs import Role
 from roundhouse.training.trainer import Trainer
 from tests.training import reference
 from tests.training.tiny import make_model, plain_model, records, sequences
@@ -86,6 +89,80 @@ def test_the_gradient_of_the_adapter_is_that_of_the_merged_matrix(model_dir: Pat
             expected = 2.0 * full[f"{owner}.weight"] @ low[f"{owner}.lora_A.default.weight"].t()
             found = adapted.engine.optimizer.state[parameter]["exp_avg"]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_policy_without_its_adapter_is_the_reference(model_dir: Path, tmp_path: Path) -> None:
+    """Of the same bytes as with a copy of the model that it began from, also from a checkpoint, whose matrices are merged."""
+    config = TrainConfig.model_validate(CONFIG.model_dump() | {"algorithm": {"kl_coefficient": 0.5}})
+    copied = Trainer.load(model_dir, config, reference_dir=model_dir)
+    own = Trainer.load(model_dir, config)
+    for iteration in (1, 2):
+        batch = sequences(4, 6, seed=iteration)
+        penalties = [trainer.step(batch, iteration).metrics["kl_penalty"] for trainer in (copied, own)]
+        assert penalties[0] == penalties[1] != 0
+        own.save(tmp_path / f"own {iteration}")
+        own = Trainer.load(tmp_path / f"own {iteration}", config, trainer_state=tmp_path / f"own {iteration}/trainer")
+    copied.save(tmp_path / "copied")
+    for name in ("model", "trainer/adapter_model", "trainer/optimizer"):
+        expected = (tmp_path / f"copied/{name}.safetensors").read_bytes()
+        assert (tmp_path / f"own 2/{name}.safetensors").read_bytes() == expected, name
+    with pytest.raises(DataError, match="No reference was loaded"):
+        own.engine._scorer(Role.REFERENCE)
+
+
+def test_a_reference_that_is_renewed_or_a_teacher_is_a_model_of_its_own(model_dir: Path) -> None:
+    for algorithm in (
+        {"kl_coefficient": 0.5, "reference_every": 2},
+        {"kind": "distillation", "teacher": str(model_dir)},
+    ):
+        config = TrainConfig.model_validate(CONFIG.model_dump() | {"algorithm": algorithm})
+        with pytest.raises(ConfigError, match="no reference_dir was given"):
+            Trainer.load(model_dir, config)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tied": False}, {"experts": 4}], ids=["tied", "untied", "experts"])
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapter", "whole"])
+def test_what_does_not_learn_is_held_in_bfloat16_which_changes_no_bit(
+    shape: dict[str, Any], adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = make_model(tmp_path / "start", dtype=torch.bfloat16, **shape)
+    changed = {"dtype": "bfloat16", "algorithm": {"kl_coefficient": 0.5}}
+    lora = {"rank": 3, "target_modules": ["q_proj", "v_proj"]} if adapted else None
+    config = TrainConfig.model_validate(CONFIG.model_dump() | changed | {"lora": lora})
+    kept, types = {}, {}
+    monkeypatch.setattr(engine, "hold_in_bfloat16", lambda model, sharded: None)
+    for name in ("float32", "held", "resumed"):
+        trainer = Trainer.load(start, config, reference_dir=None if adapted else start)
+        for iteration in (1, 2):
+            trainer.step(sequences(seed=iteration), iteration)
+            saved = tmp_path / name / str(iteration)
+            trainer.save(saved)
+            if name == "resumed":
+                reference = None if adapted else start
+                trainer = Trainer.load(saved, config, trainer_state=saved / "trainer", reference_dir=reference)
+        frozen = trainer.engine._scorer(Role.POLICY if adapted else Role.REFERENCE).model
+        types[name] = {each.dtype for each in frozen.parameters() if each.ndim > 1 and not each.requires_grad}
+        kept[name] = load_file(tmp_path / name / "2/model.safetensors")
+        monkeypatch.undo()
+    assert types["float32"] == {torch.float32}
+    for name in ("held", "resumed"):
+        for key, value in kept["float32"].items():
+            torch.testing.assert_close(kept[name][key].float(), value, rtol=0, atol=0)
+    assert types["held"] == types["resumed"] == {torch.float32, torch.bfloat16}, "an embedding is looked up"
+    resumed, held = ((tmp_path / name / "2/model.safetensors").read_bytes() for name in ("resumed", "held"))
+    assert resumed == held
+
+
+def test_a_frozen_model_with_more_bits_keeps_them(model_dir: Path, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    trainer = Trainer.load(model_dir, config)
+    trainer.step(sequences(), 1)
+    trainer.save(tmp_path)
+    started, found = (load_file(where / "model.safetensors") for where in (model_dir, tmp_path))
+    resumed = Trainer.load(tmp_path, config, trainer_state=tmp_path / "trainer")
+    for each in (trainer, resumed):
+        assert {parameter.dtype for parameter in each.model.parameters()} == {torch.float32}
+    assert torch.equal(found["model.embed_tokens.weight"], started["model.embed_tokens.weight"])
 
 
 def test_a_state_that_does_not_fit_the_configuration_is_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ SMALL = Qwen2Config(
 )  # fmt: skip
 LARGE = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-    intermediate_size=28_672,
+    intermediate_size=28_672, dtype="bfloat16",
 )  # fmt: skip
 ROUTED: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,6 +46,27 @@ def test_what_stays_is_sixteen_bytes_a_parameter_and_four_for_a_reference() -> N
     assert shared.bytes["whole gradients"] == 4 * found.parameters
     assert "whole gradients" not in plan(4, reduce_gradients="microbatch").bytes
     assert plan(lora={"rank": 4}).bytes["moments"] < 0.1 * found.bytes["moments"]
+
+
+def test_what_does_not_learn_is_two_bytes_a_parameter_in_bfloat16_and_a_reference_under_an_adapter_none() -> None:
+    low = Qwen2Config(**SMALL.to_dict() | {"dtype": "bfloat16"})
+    train: dict[str, Any] = {"dtype": "bfloat16", "algorithm": {"kl_coefficient": 0.1}}
+    found = plan(shape=low, **train)
+    vectors = 4 * (2 * 256 + 256 + 2 * 128) + 256
+    frozen = 2 * (
+        found.parameters + vectors + 4096 * 256
+    )  # norms, biases and the embedding are looked up or added in float32
+    assert found.bytes["reference"] == frozen
+    assert plan(4, shape=low, **train).bytes["reference"] == frozen // 4
+    adapter = {"lora": {"rank": 4}}
+    adapted = plan(shape=low, **train, **adapter)
+    assert "reference" not in adapted.bytes
+    learning = adapted.parameters - found.parameters
+    assert adapted.bytes["weights"] == frozen + 4 * learning
+    assert plan(shape=SMALL, **train, **adapter).bytes["weights"] == 4 * adapted.parameters, "its files have more bits"
+    assert adapted.bytes["activations"] < plan(shape=SMALL, **train, **adapter).bytes["activations"], "none are cast"
+    renewed = train | {"algorithm": {"kl_coefficient": 0.1, "reference_every": 2}}
+    assert plan(shape=low, **renewed, **adapter).bytes["reference"] == frozen
 
 
 def test_8_bit_moments_are_a_quarter_where_rows_have_whole_blocks() -> None:
@@ -210,7 +231,13 @@ def test_seventy_billion_parameters_are_planned_and_made_to_fit() -> None:
     assert plan_memory(LARGE, changed, 64, 4096).total <= memory
 
 
-QWEN = {"vocab_size": 151_936, "num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 128}
+QWEN = {
+    "dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+}
 SHAPES: dict[str, Any] = {
     "0.5B": Qwen2Config(
         **QWEN | {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}, hidden_size=896, num_hidden_layers=24,

@@ -46,10 +46,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one sequence for two ranks": {"tokens_per_microbatch": 100, "minibatches": 8},
     "adapter": {"tokens_per_microbatch": 100, "minibatches": 2, "lora": {"rank": 2}},
+    "adapter, frozen reference": {
+        "tokens_per_microbatch": 100,
+        "minibatches": 2,
+        "lora": {"rank": 2},
+        "algorithm": {"kl_coefficient": 0.5},
+    },
     "weights in bfloat16": {"tokens_per_microbatch": 100, "minibatches": 2},
     "experts": {"tokens_per_microbatch": 100, "minibatches": 2},
     "one expert for two ranks": {"tokens_per_microbatch": 100, "minibatches": 2},
     "bfloat16": {"tokens_per_microbatch": 100, "minibatches": 2, "dtype": "bfloat16"},
+    "bfloat16, adapter, experts": {
+        "tokens_per_microbatch": 100,
+        "minibatches": 2,
+        "dtype": "bfloat16",
+        "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
+        "algorithm": {"kl_coefficient": 0.5},
+    },
     "context": {"tokens_per_microbatch": 100, "minibatches": 2, "service": RANKS | {"context_parallel": 2}},
     "context, adapter": {
         "tokens_per_microbatch": 100,
@@ -84,7 +97,7 @@ CASES |= {
 }
 EIGHT_BIT = {"8-bit moments"} if find_spec("torchao") else set()
 CASES |= {name: {"minibatches": 2, "optimizer": OPTIMIZER | {"moments": "8-bit"}} for name in EIGHT_BIT}
-APART = {"bfloat16"} | EIGHT_BIT
+APART = {"bfloat16", "bfloat16, adapter, experts"} | EIGHT_BIT
 """Not equal, but for rounding; with a test of their own."""
 FOUR: dict[str, dict[str, Any]] = {
     "context of two": {},
@@ -127,6 +140,7 @@ for _changes in FOUR.values():
 CASES |= FOUR
 MODELS: dict[str, dict[str, Any]] = {
     "weights in bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16, adapter, experts": {"dtype": torch.bfloat16, "experts": 6},
     "experts": {"experts": 6},
     "one expert for two ranks": {"experts": 1, "num_experts_per_tok": 1},
     "critic, untied, reduced in each microbatch, recomputed activations": {"tied": False},
@@ -139,7 +153,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["8-bit moments"] = {"hidden_size": 128, "intermediate_size": 64}
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
-ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "bfloat16", "critic"} | EIGHT_BIT
+ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "critic"} | APART
 """That tests without a case read."""
 FIRST = {"packed": "first", "critic": "first, critic"}
 """What one process trains of these cases before others continue."""
@@ -159,7 +173,7 @@ def make_case(
         settings: of the section `train`; those in CASES by default.
     """
     config = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, **(settings or CASES[kind])}
-    needs_reference = "kl_coefficient" in config.get("algorithm", {})
+    needs_reference = "kl_coefficient" in config.get("algorithm", {}) and "lora" not in config
     return {
         "name": kind,
         "model": str(model),
@@ -367,6 +381,24 @@ def test_bfloat16_ranks_keep_float32_weights_and_stay_near_one_process(
     ours, theirs = (where[1]["bfloat16"]["metrics"][0] for where in (together, alone))
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.02)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+
+
+def test_ranks_hold_what_an_adapter_freezes_in_bfloat16_and_save_it_so(
+    alone: tuple[Path, Any], together: tuple[Path, Any], models: dict[str, Path]
+) -> None:
+    name = "bfloat16, adapter, experts"
+    started, found = (load_file(where / "model.safetensors") for where in (models[name], together[0] / name))
+    merged = {key for key in found if "q_proj" in key or "v_proj" in key}
+    for key, value in started.items():
+        held = value.ndim > 1 and key != "model.embed_tokens.weight" and key not in merged
+        assert found[key].dtype == (torch.bfloat16 if held else torch.float32), key
+        assert torch.equal(found[key], value.to(found[key].dtype)) is (key not in merged), key
+    base = load_file(together[0] / name / "trainer/base.safetensors")
+    assert base.keys() == merged
+    assert all(torch.equal(base[key], started[key]) for key in merged)
+    assert distance(together[0] / name / "model.safetensors", alone[0] / name / "model.safetensors") < 5e-3
+    ours, theirs = (where[1][name]["metrics"][1] for where in (together, alone))
+    assert ours["kl_penalty"] == pytest.approx(theirs["kl_penalty"], rel=0.05)
 
 
 @pytest.mark.skipif(not EIGHT_BIT, reason="torchao is not installed")

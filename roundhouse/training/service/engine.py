@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +47,22 @@ from roundhouse.training.forward import (
     vocabulary_size,
 )
 from roundhouse.training.layers import (
+    BASE,
     attach,
     checkpoint_activations,
     decoder_layers,
+    hold_in_bfloat16,
     replace_norms,
     restore_adapter,
     restore_value_head,
     save_adapter,
+    without_adapters,
 )
 from roundhouse.training.loss import LossTokens, MetricSums, token_loss, value_loss
 from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
 from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
+from roundhouse.training.saved_tensors import matrix_types
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_experts, split_matrices, sum_partial_gradients
 from roundhouse.weight_sync.base import Dtype
@@ -119,9 +123,10 @@ class TrainEngine:
         return ModelFacts(vocabulary_size(self.model), positions, reproducible=self.device.type == "cpu")
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
-        with cpu_threads(self.threads):
+        frozen = role is Role.REFERENCE and role not in self._scorers and self.config.reference_is_frozen
+        with cpu_threads(self.threads), without_adapters(self.model) if frozen else nullcontext():
             log_probs = recompute_log_probs(
-                self._scorer(role),
+                self._scorer(Role.POLICY if frozen else role),
                 batch,
                 trained=batch.predicted,
                 tokens_per_microbatch=self.config.tokens_per_microbatch,
@@ -207,7 +212,9 @@ class TrainEngine:
                 self._require_same_vocabulary(model, directory, role)
             if not role.learns:
                 model.requires_grad_(False)
-            elif self.config.activation_checkpointing:
+            if self._holds_frozen_low(role, directory, trainer_state):
+                hold_in_bfloat16(model, sharded=self.ranks.size > 1)
+            if role.learns and self.config.activation_checkpointing:
                 checkpoint_activations(model)
             loaded.append(self._prepared(model, role))
 
@@ -256,6 +263,19 @@ class TrainEngine:
         if trainer_state is not None:
             load_optimizer(model, optimizer, trainer_state)
         return cursor, optimizer
+
+    def _holds_frozen_low(self, role: Role, directory: Path, trainer_state: Path | None) -> bool:
+        """Whether frozen matrices are held in bfloat16: always of a model that is never saved, of an adapter's where its files
+        have them so, since what is saved keeps every bit."""
+        if self.config.dtype != "bfloat16":
+            return False
+        if role is not Role.POLICY or self.config.lora is None:
+            return True
+        if trainer_state is None:
+            return matrix_types(directory, "model") == {"BF16"}
+        return "BF16" in matrix_types(directory, "model") | matrix_types(
+            trainer_state, BASE
+        )  # those with an adapter, merged
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
