@@ -49,7 +49,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reference": {"algorithm": {"kl_coefficient": 0.1}},
     "reference, adapter": {"algorithm": {"kl_coefficient": 0.1}, "lora": {"rank": 8}},
 }
-SETTINGS |= {f"{name}, bf16": SETTINGS[name] | {"dtype": "bfloat16"} for name in ("reference", "reference, adapter")}
+LOW = {"dtype": "bfloat16", "logits_chunk_tokens": 256}
+SETTINGS |= {f"{name}, bf16": SETTINGS[name] | LOW for name in ("reference", "reference, adapter")}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "FSDP2, 2 ranks": (2, {}),
