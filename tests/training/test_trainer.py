@@ -254,6 +254,17 @@ def test_saved_and_loaded_between_steps_is_bit_for_bit_the_uninterrupted_run(
     assert (tmp_path / "through/trainer/state.json").read_text() == (source / "trainer/state.json").read_text()
 
 
+def test_a_model_is_saved_over_the_files_that_it_was_loaded_from(model_dir: Path, tmp_path: Path) -> None:
+    """Its weights are views of them until they are trained; this once ended the process."""
+    config, place = TrainConfig(threads=1, device="cpu"), tmp_path / "place"
+    Trainer.load(model_dir, config).save(place)
+    expected = load_file(model_dir / "model.safetensors")
+    Trainer.load(place, config, trainer_state=place / "trainer").save(place)
+    found = load_file(place / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_step_does_not_touch_or_depend_on_global_random_state_or_thread_count_of_others(model_dir: Path) -> None:
     batch, weights = sequences(), []
     for seed in (1, 2):
