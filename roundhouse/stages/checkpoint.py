@@ -110,6 +110,8 @@ def retain(run: Run, newest: int) -> list[int]:
     for version in versions:
         if version in kept:
             continue
+        if not deleted and (last := run.checkpoint(max(newest, *versions)).reference()) is not None:
+            run.point_to(last)  # kills may have left the pointer behind: beyond a gap it would find no newer version
         run.refuse_lost_lease()
         location = run.checkpoint(version).location
         location.delete(MANIFEST)

@@ -126,6 +126,9 @@ def test_two_kills_in_a_row_find_the_way_back_to_the_last_state(tmp_path: Path, 
     killed(store, tmp_path, "before", 2)
     killed(store, tmp_path, "before", 3)
     run = run_at(store, tmp_path)
+    behind = run.checkpoint(1).reference()
+    assert behind is not None
+    run.point_to(behind)  # where both kills came right after a manifest, before the pointer was moved
     retain(run, 3)  # which the kill may have come before
     assert run.checkpoint_versions() == [0, 1, 3], "retention keeps the version that has the state"
     train(run, 4, tmp_path / "cache")
