@@ -45,8 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "activation_checkpointing": True,
     },
     "one sequence for two ranks": {"tokens_per_microbatch": 100, "minibatches": 8},
-    "adapter": {"tokens_per_microbatch": 100, "minibatches": 2, "lora": {"rank": 2}},
-    "adapter, frozen reference": {
+    "adapter, whose frozen model is the reference": {
         "tokens_per_microbatch": 100,
         "minibatches": 2,
         "lora": {"rank": 2},
