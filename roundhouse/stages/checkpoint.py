@@ -106,7 +106,7 @@ def retain(run: Run, newest: int) -> list[int]:
     }
     references = [run.checkpoint(version).reference() for version in kept]
     kept |= {trained_since_state(one)[0].policy_version for one in references if one is not None}
-    deleted = []
+    deleted: list[int] = []
     for version in versions:
         if version in kept:
             continue

@@ -29,6 +29,7 @@ from roundhouse.cpu import attribute_to_stage_of
 from roundhouse.errors import InfraError
 from roundhouse.training.parallel import Ranks, row_pieces
 from roundhouse.weight_sync.tensor_files import (
+    INDEX,
     SHARD_BYTES,
     TensorFile,
     TensorHeader,
@@ -193,22 +194,27 @@ def saved_tensors(directory: Path, stem: str) -> Iterator[tuple[str, torch.Tenso
         OSError, SafetensorError: a file is missing or damaged.
         DataError: the index is.
     """
-    for path in _files(directory, stem):
+    for path in files_of(directory, stem):
         with safe_open(path, "pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
 
 
-def matrix_types(directory: Path, stem: str) -> set[str]:
+def files_of(directory: Path, stem: str) -> list[Path]:
+    """The files that `save_tensors` wrote.
+
+    Raises:
+        DataError: the index is damaged, or names one that is missing.
+    """
+    indexed = (directory / f"{stem}{INDEX}").is_file()
+    return weight_files(directory, stem) if indexed else [directory / f"{stem}.safetensors"]
+
+
+def matrix_types(files: Iterable[Path]) -> set[str]:
     """As safetensors names them: the number formats of all tensors in these files but vectors.
 
     Raises:
-        DataError: a file or the index is missing or damaged.
+        DataError: a file is missing or damaged.
     """
-    tensors = (tensor for path in _files(directory, stem) for tensor in TensorFile(path).tensors())
+    tensors = (tensor for path in files for tensor in TensorFile(path).tensors())
     return {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
-
-
-def _files(directory: Path, stem: str) -> list[Path]:
-    one = directory / f"{stem}.safetensors"
-    return [one] if one.is_file() else weight_files(directory, stem)

@@ -62,10 +62,11 @@ from roundhouse.training.loss import LossTokens, MetricSums, token_loss, value_l
 from roundhouse.training.optimizer import build_optimizer, load_optimizer, save_optimizer, set_learning_rate
 from roundhouse.training.packing import Dealer, build_microbatches, cost_model
 from roundhouse.training.parallel import Ranks, clip_gradient, reduce_gradients, shard
-from roundhouse.training.saved_tensors import matrix_types
+from roundhouse.training.saved_tensors import files_of, matrix_types
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_experts, split_matrices, sum_partial_gradients
 from roundhouse.weight_sync.base import Dtype
+from roundhouse.weight_sync.tensor_files import weight_files
 from roundhouse.weight_sync.transfer import Sender, TransferBegun, TransferOffer
 
 if TYPE_CHECKING:
@@ -267,15 +268,14 @@ class TrainEngine:
     def _holds_frozen_low(self, role: Role, directory: Path, trainer_state: Path | None) -> bool:
         """Whether frozen matrices are held in bfloat16: always of a model that is never saved, of an adapter's where its files
         have them so, since what is saved keeps every bit."""
-        if self.config.dtype != "bfloat16":
-            return False
+        if self.config.dtype != "bfloat16" or not role.learns:
+            return self.config.dtype == "bfloat16"
         if role is not Role.POLICY or self.config.lora is None:
-            return True
+            return False  # nothing is frozen
+        types = matrix_types(weight_files(directory))
         if trainer_state is None:
-            return matrix_types(directory, "model") == {"BF16"}
-        return "BF16" in matrix_types(directory, "model") | matrix_types(
-            trainer_state, BASE
-        )  # those with an adapter, merged
+            return types == {"BF16"}
+        return "BF16" in types | matrix_types(files_of(trainer_state, BASE))  # merged matrices are in float32
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
