@@ -332,7 +332,8 @@ class TensorWriter:
         import torch
 
         path, whole, size, own_thread = self._directory / name, hashlib.sha256(), 0, threading.get_ident()
-        path.unlink(missing_ok=True)  # what is written may be views of this file, mapped: it lives on for them
+        if path.is_file():  # what is written may be views of this file, mapped: it lives on for them
+            path.unlink()
 
         def hash_on(digest: hashlib._Hash, data: bytes | memoryview) -> None:
             with attribute_to_stage_of(own_thread):
