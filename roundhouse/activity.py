@@ -332,7 +332,11 @@ class Supervision(Generic[T]):
         self._context = contextvars.copy_context()
         self.given_up = False
         self._begun = False
-        self.thread = _free_worker()
+        try:
+            self.thread = _free.pop()
+        except IndexError:
+            self.thread = _Worker()
+            self.thread.start()
         self._inner: Supervision[Any] | None = None
         """Work of this kind that this work has begun and waits for."""
         if (outer := _supervision.get()) is not None:
@@ -455,15 +459,6 @@ class _Worker(threading.Thread):
 
 
 _free: list[_Worker] = []
-
-
-def _free_worker() -> _Worker:
-    try:
-        return _free.pop()
-    except IndexError:
-        worker = _Worker()
-        worker.start()
-        return worker
 
 
 _supervision: contextvars.ContextVar[Supervision[Any] | None] = contextvars.ContextVar("supervision", default=None)

@@ -51,7 +51,10 @@ class Pace:
     def note(self) -> str:
         """Tokens a second and the mean reward so far."""
         seconds = self._clock() - self._began
-        parts = [f"{_short(self._tokens / seconds)} tok/s"] if self._tokens and seconds > 0 else []
+        parts: list[str] = []
+        if self._tokens and seconds > 0:
+            rate = self._tokens / seconds
+            parts.append(f"{rate:.0f} tok/s" if rate < 1000 else f"{rate / 1000:.1f}k tok/s")
         if self._rewards:
             parts.append(f"reward {sum(self._rewards) / len(self._rewards):.2f}")
         return " · ".join(parts)
@@ -63,10 +66,6 @@ class Pace:
         seconds = max(0.0, self._left - (self._clock() - self._left_at))
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"~{hours} h {minutes:02d} left" if hours else f"~{minutes} min left" if minutes else "<1 min left"
-
-
-def _short(number: float) -> str:
-    return f"{number:.0f}" if number < 1000 else f"{number / 1000:.1f}k"
 
 
 class RunView(logging.Handler):

@@ -411,22 +411,19 @@ def open_source(options: SourceOptions) -> OpenSource:
 
     if options.agent_url:
         return OpenSource(AgentServers({EVERY: options.agent_url}, options.timeout), options.agent or "agent")
-    head = options.head or _head_of(options.config or [])
+    head = options.head
+    if not head:  # that of a configuration that was started: it knows the ports that were chosen
+        from roundhouse.compat.nemo_gym.config.resolve import resolve
+
+        resolution = resolve([str(path) for path in options.config or []], choose_ports=False)
+        resolution.raise_problems()
+        host, port = resolution.head_address()
+        head = f"http://{host}:{port}"
     urls = asyncio.run(agents_of_head(head))
     if options.agent is not None and options.agent not in urls:
         raise ConfigError(f"--agent is {options.agent}; the head server at {head} knows {', '.join(sorted(urls))}.")
     only = next(iter(urls)) if len(urls) == 1 else None
     return OpenSource(AgentServers(urls, options.timeout, key="--head"), options.agent or only)
-
-
-def _head_of(paths: list[Path]) -> str:
-    """The head server of a configuration that was started: it knows the ports that were chosen."""
-    from roundhouse.compat.nemo_gym.config.resolve import resolve
-
-    resolution = resolve([str(path) for path in paths], choose_ports=False)
-    resolution.raise_problems()
-    host, port = resolution.head_address()
-    return f"http://{host}:{port}"
 
 
 def _own(options: SourceOptions) -> OpenSource:

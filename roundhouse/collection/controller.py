@@ -338,8 +338,11 @@ class Controller:
         if not self.terms.may_begin(key[0], version):
             newer = self.terms.may_begin(key[0], self.version)
             return Block(Hold.WEIGHTS if newer else Hold.TRAINING)
-        if self.terms.barrier and (held := self._held_by_barrier()) is not None:
-            return Block(held)
+        if self.terms.barrier:
+            if self.evaluating is not None or self.terms.due(self.evaluated, self.version) is not None:
+                return Block(Hold.VALIDATION)
+            if any(each.version not in (None, self.version) for each in self.replicas.values()):
+                return Block(Hold.BARRIER)
         return Continue(*key, self.pool.attempt_of(key), version)
 
     def training(self) -> Train | None:
@@ -544,12 +547,6 @@ class Controller:
         """The version that replicas should hold: the newest, but none past one that is still to be evaluated."""
         due = self.terms.due(self.evaluated, self.version)
         return self.version if due is None else due
-
-    def _held_by_barrier(self) -> Hold | None:
-        if self.evaluating is not None or self.terms.due(self.evaluated, self.version) is not None:
-            return Hold.VALIDATION
-        serving = (place for place in self.replicas.values() if place.version is not None)
-        return None if all(place.version == self.version for place in serving) else Hold.BARRIER
 
     def _replica(self, name: str) -> ControlledReplica:
         if name not in self.replicas:

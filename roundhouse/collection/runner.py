@@ -335,7 +335,12 @@ class RolloutRunner(ABC, Generic[O, A]):
         while True:
             with self._dispatch as dispatch:
                 self._refuse_failed(opened)
-                if (whole := self._is_whole(opened)) or self.ended.is_set():  # and has written down what had finished
+                controller = dispatch.controller
+                if controller.terms.chooses:
+                    whole = all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
+                else:
+                    whole = opened.complete
+                if whole or self.ended.is_set():  # and has written down what had finished
                     break
                 waits_for_others = not self._stopped.is_set() and not self._is_at_work(opened)
                 dispatch.wait(LOOK_SECONDS)
@@ -410,12 +415,6 @@ class RolloutRunner(ABC, Generic[O, A]):
 
     def _report_progress(self, opened: O) -> None:
         """Report how far it is, where nothing else does."""
-
-    def _is_whole(self, opened: O) -> bool:
-        controller = self._dispatch.controller
-        if controller.terms.chooses:
-            return all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
-        return opened.complete
 
     def _register(self, opened: O) -> O:
         """Its rollouts may begin."""

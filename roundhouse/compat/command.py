@@ -265,7 +265,22 @@ class CommandAgent:
             directory.mkdir()
             (directory / "task.json").write_bytes(orjson.dumps(rollout.task))
             url = f"http://127.0.0.1:{server.port}/{path_prefix(name, capture=False)}"
-            child = self._started(children, name, directory, url, play.key)
+            work = directory / "work"
+            work.mkdir()
+            variables = {
+                "OPENAI_BASE_URL": f"{url}/v1",
+                "OPENAI_API_KEY": play.key,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": play.key,
+                "NO_PROXY": "127.0.0.1",
+                "no_proxy": "127.0.0.1",
+                "ROUNDHOUSE_TASK": str(directory / "task.json"),
+                "ROUNDHOUSE_RESULT": str(directory / "result.json"),
+            }
+            try:
+                child = children.start(name, client.command, work, client.variables | variables)
+            except OSError as error:
+                raise CommandFailed(f"{client.command[0]} cannot be started: {error}") from error
             while (code := child.process.poll()) is None:  # noqa: ASYNC110 - there is no event for a process's end
                 await asyncio.sleep(LOOK_SECONDS)
             await self._judge(attempt, play, code, child, directory)
@@ -275,24 +290,6 @@ class CommandAgent:
             await children.end(name)
             children.log(name).unlink(missing_ok=True)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-
-    def _started(self, children: Children, name: str, directory: Path, url: str, key: str) -> Child:
-        work = directory / "work"
-        work.mkdir()
-        variables = {
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": key,
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-            "ROUNDHOUSE_TASK": str(directory / "task.json"),
-            "ROUNDHOUSE_RESULT": str(directory / "result.json"),
-        }
-        try:
-            return children.start(name, self._client.command, work, self._client.variables | variables)
-        except OSError as error:
-            raise CommandFailed(f"{self._client.command[0]} cannot be started: {error}") from error
 
     async def _judge(self, attempt: RolloutAttempt, play: Play, code: int, child: Child, directory: Path) -> None:
         rollout, llm = attempt.rollout, play.llm

@@ -178,13 +178,14 @@ class ModelServerConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _openai_base(cls, urls: list[str]) -> list[str]:
-        return [_with_version(url) for url in urls]
-
-
-def _with_version(url: str) -> str:
-    parts = urlsplit(url.rstrip("/"))
-    if "@" in parts.netloc:
-        raise ValueError("a base URL holds no user and password: give a secret as api_key or in default_headers")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
-    return urlunsplit(parts._replace(path="/v1")) if not parts.path else urlunsplit(parts)
+        checked = []
+        for url in urls:
+            parts = urlsplit(url.rstrip("/"))
+            if "@" in parts.netloc:
+                raise ValueError(
+                    "a base URL holds no user and password: give a secret as api_key or in default_headers"
+                )
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
+            checked.append(urlunsplit(parts if parts.path else parts._replace(path="/v1")))
+        return checked

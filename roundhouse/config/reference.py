@@ -52,8 +52,14 @@ def page() -> str:
             )  # GitHub's
             lines += [f"Keys as in [{like}](#{anchor}), but:", ""]
             keys = {key: value for key, value in keys.items() if key not in same}
-        if rows := [_row(key, value, defs, operational) for key, value in keys.items()]:
-            lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+        if keys:
+            lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+            for name, value in keys.items():
+                mark = "°" if operational or "operational" in value else ""
+                meaning = " ".join(value.get("description", "").split())
+                cells = (f"`{name}`{mark}", _type(value, defs), _default(value), meaning)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -83,13 +89,6 @@ def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
         if choice in key:
             return [form for each in key[choice] for form in _forms(each, defs)]
     return [key]
-
-
-def _row(name: str, key: Schema, defs: dict[str, Schema], operational: bool) -> str:
-    meaning = " ".join(key.get("description", "").split())
-    mark = "°" if operational or "operational" in key else ""
-    cells = (f"`{name}`{mark}", _type(key, defs), _default(key), meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _type(key: Schema, defs: dict[str, Schema]) -> str:

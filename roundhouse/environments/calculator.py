@@ -128,10 +128,23 @@ class Calculator(Environment):
         rng = random.Random(seed)
         wrong = {name: share * (1 - good_fraction) / 0.75 for name, share in WRONG_PROCEDURES.items()}
         problems = self._problems[split]
-        return [
-            list(_demonstration(rng.choice(problems), procedure, rng))
-            for procedure in deal({"right": good_fraction, **wrong}, count, rng)
-        ]
+        found: list[list[Message]] = []
+        for procedure in deal({"right": good_fraction, **wrong}, count, rng):
+            problem = rng.choice(problems)
+            messages = [user(question(problem))]
+            if procedure == "guess":
+                messages.append(says(answer_sentence(rng.choice(PROBLEMS).answer)))
+            else:
+                messages += _used_tool("call_1", f"{problem.a}*{problem.b}")
+                if procedure == "stop_after_product":
+                    messages.append(says(answer_sentence(problem.product)))
+                elif procedure == "finish_in_head":
+                    messages.append(says(answer_sentence(problem.product + rng.randint(1, 20))))
+                else:
+                    messages += _used_tool("call_2", f"{problem.product}+{problem.c}")
+                    messages.append(says(answer_sentence(problem.answer)))
+            found.append(messages)
+        return found
 
 
 def question(problem: CalculatorProblem) -> str:
@@ -140,21 +153,6 @@ def question(problem: CalculatorProblem) -> str:
 
 def answer_sentence(answer: int) -> str:
     return f"The answer is {answer}."
-
-
-def _demonstration(problem: CalculatorProblem, procedure: str, rng: random.Random) -> Iterator[Message]:
-    yield user(question(problem))
-    if procedure == "guess":
-        yield says(answer_sentence(rng.choice(PROBLEMS).answer))
-        return
-    yield from _used_tool("call_1", f"{problem.a}*{problem.b}")
-    if procedure == "stop_after_product":
-        yield says(answer_sentence(problem.product))
-    elif procedure == "finish_in_head":
-        yield says(answer_sentence(problem.product + rng.randint(1, 20)))
-    else:
-        yield from _used_tool("call_2", f"{problem.product}+{problem.c}")
-        yield says(answer_sentence(problem.answer))
 
 
 def _used_tool(call_id: str, expression: str) -> Iterator[Message]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,25 +72,23 @@ class FrozenLake(GymnasiumEnvironment):
         """`good_fraction` of them take a shortest way, the rest walk at random."""
         rng = random.Random(seed)
         procedures = deal({"right": good_fraction, "random": 1 - good_fraction}, count, rng)
-        return [
-            list(self._demonstration(rng.choice(self.problems[split]), procedure == "right", rng))
-            for procedure in procedures
-        ]
-
-    def _demonstration(self, lines: Sequence[str], right: bool, rng: random.Random) -> Iterator[Message]:
-        start = find(lines, "P")
-        walk = LakeWalk([line.replace("P", ".") for line in lines], start, self._steps)
-        way = way_to_goal(walk.lake, start) or []
-        yield user(PROMPT)
-        yield user(walk.shown())
-        for turn in range(self._steps):
-            move = way[turn] if right else rng.choice(sorted(MOVES))
-            yield says(move)
-            step = moved(walk, move)
-            if step.observation is not None:
-                yield user(step.observation)
-            if step.done:
-                return
+        found: list[list[Message]] = []
+        for procedure in procedures:
+            lines = rng.choice(self.problems[split])
+            start = find(lines, "P")
+            walk = LakeWalk([line.replace("P", ".") for line in lines], start, self._steps)
+            way = way_to_goal(walk.lake, start) or []
+            messages = [user(PROMPT), user(walk.shown())]
+            for turn in range(self._steps):
+                move = way[turn] if procedure == "right" else rng.choice(sorted(MOVES))
+                messages.append(says(move))
+                step = moved(walk, move)
+                if step.observation is not None:
+                    messages.append(user(step.observation))
+                if step.done:
+                    break
+            found.append(messages)
+        return found
 
 
 def moved(walk: LakeWalk, move: str) -> GymStep:

@@ -161,7 +161,15 @@ class ChatCodec:
             recorded = [*message["prompt_token_ids"], *message["generation_token_ids"]]
             token_ids = self._continued(request, index, recorded)
         else:
-            token_ids = self._first_prompt(request)
+            key = orjson.dumps([request.messages, request.tools, request.template_arguments])
+            cached = self._rendered.get(key)
+            if cached is None:
+                messages = template_messages(request.messages, self._empty_content)
+                cached = self.encode(self.render(request, messages, generation_prompt=True))
+                self._rendered[key] = cached
+                if len(self._rendered) > RENDER_CACHE:
+                    self._rendered.popitem(last=False)
+            token_ids = list(cached)
         room = self.max_model_len - len(token_ids)
         if room <= 0:
             raise ContextLengthExceeded(len(token_ids), self.max_model_len)
@@ -186,17 +194,6 @@ class ChatCodec:
                 "messages",
             )
         return self.encode(text[len(prompt) : end + len(self.end_of_turn)])
-
-    def _first_prompt(self, request: ChatRequest) -> list[int]:
-        key = orjson.dumps([request.messages, request.tools, request.template_arguments])
-        cached = self._rendered.get(key)
-        if cached is None:
-            messages = template_messages(request.messages, self._empty_content)
-            cached = self.encode(self.render(request, messages, generation_prompt=True))
-            self._rendered[key] = cached
-            if len(self._rendered) > RENDER_CACHE:
-                self._rendered.popitem(last=False)
-        return list(cached)
 
     def _continued(self, request: ChatRequest, index: int, recorded: list[int]) -> list[int]:
         if min(recorded) < 0 or max(recorded) >= self.vocabulary:

@@ -107,8 +107,13 @@ def _exchange(
     except RoundhouseError as error:
         return _refused(error)
     text_alone = config.endpoint is not None and config.endpoint.kind == "text"  # says so, and is not trained with
-    if not text_alone and (problem := _measured(answer)) is not None:
-        return problem
+    drawn, log_probs = len(answer.generation_token_ids), answer.generation_log_probs
+    if not text_alone and not (len(log_probs) == drawn and math.isfinite(sum(log_probs))):
+        return Problem(
+            f"{drawn} generated tokens with log-probabilities {log_probs}",
+            "the engine does not measure the log-probability of each token that it draws",
+            "Take an engine that does; training needs them.",
+        )
     return _tokens_kept(client, url, body, answer) or (_calls_read(client, url, config, tools[0]) if tools else None)
 
 
@@ -124,18 +129,6 @@ def _refused(error: Exception) -> Problem:
         str(error),
         "Correct what the answer names, or generation.engine_url.",
         passing=isinstance(error, EngineUnreachable | EngineTimeout),
-    )
-
-
-def _measured(answer: Completion) -> Problem | None:
-    """Whether each token has a log-probability."""
-    log_probs = answer.generation_log_probs
-    if len(log_probs) == len(answer.generation_token_ids) and math.isfinite(sum(log_probs)):
-        return None
-    return Problem(
-        f"{len(answer.generation_token_ids)} generated tokens with log-probabilities {log_probs}",
-        "the engine does not measure the log-probability of each token that it draws",
-        "Take an engine that does; training needs them.",
     )
 
 

@@ -70,7 +70,18 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 
         return TinkerEngine(config, codec)
     if config.backend == "openai":
-        return _engine_at_endpoint(config, codec)
+        assert config.endpoint is not None, "refused at load (config.generation)"
+        if config.endpoint.kind == "text":
+            from roundhouse.generation.openai_engine import TextEngine
+
+            return TextEngine(config, codec)
+        if config.endpoint.kind == "sglang":
+            from roundhouse.generation.sglang_engine import SGLangEngine
+
+            return SGLangEngine(config, codec)
+        from roundhouse.generation.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(config, codec)
     if config.backend != "vllm":
         from roundhouse.generation.interface_engine import InterfaceEngine
 
@@ -78,21 +89,6 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
     from roundhouse.generation.vllm_engine import VllmEngine
 
     return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids))
-
-
-def _engine_at_endpoint(config: GenerationConfig, codec: ChatCodec) -> Engine:
-    assert config.endpoint is not None, "refused at load (config.generation)"
-    if config.endpoint.kind == "text":
-        from roundhouse.generation.openai_engine import TextEngine
-
-        return TextEngine(config, codec)
-    if config.endpoint.kind == "sglang":
-        from roundhouse.generation.sglang_engine import SGLangEngine
-
-        return SGLangEngine(config, codec)
-    from roundhouse.generation.openai_engine import OpenAIEngine
-
-    return OpenAIEngine(config, codec)
 
 
 def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:

@@ -258,25 +258,22 @@ class ServedPolicy:
                 self._retry.cancel()
                 self._retry = None
             self._desired = desired
-            if desired.asleep is not None:
-                await self._sleep(desired, desired.asleep)
-            else:
+            if desired.asleep is None:
                 await self._reach(desired)
-
-    async def _sleep(self, desired: DesiredPolicy, what_for: str) -> None:
-        """Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake."""
-        if self._poisoned:
-            return
-        await self._gate.close(until_empty=True)
-        try:
-            if self._asleep is None:
-                await self.engine.sleep()
-            self._asleep, self._error = what_for, f"The engine sleeps: {what_for}"
-            self._failed_request = None
-        except Exception as error:  # noqa: BLE001 (border of a change: the engine may be half asleep)
-            self._poison(desired, error, "Going to sleep")
-        finally:
-            self._gate.open()
+                return
+            if self._poisoned:
+                return
+            # Requests inside are waited for; those in front of the gate and later ones are refused until the engine is awake.
+            await self._gate.close(until_empty=True)
+            try:
+                if self._asleep is None:
+                    await self.engine.sleep()
+                self._asleep, self._error = desired.asleep, f"The engine sleeps: {desired.asleep}"
+                self._failed_request = None
+            except Exception as error:  # noqa: BLE001 (border of a change: the engine may be half asleep)
+                self._poison(desired, error, "Going to sleep")
+            finally:
+                self._gate.open()
 
     async def _reach(self, desired: DesiredPolicy, attempt: int = 1) -> None:
         if desired.weights is None or (desired.same_weights(self._held) and self._error is None):

@@ -169,19 +169,18 @@ class Arrivals:
             came = list(tensors)
             for name, tensor in came:
                 self._digests.append(self._pool.submit(torch_digest, name, tensor))
-                if self._is_asked_for(name, tensor):
+                if _EXPERT.search(name):
+                    probed = name in self._experts
+                else:
+                    parts = name.split(".")
+                    in_layer = any(part.isdigit() for part in parts)
+                    probed = not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts))
+                if probed:
                     # A copy: it must not keep the whole batch that it came in.
                     self._kept[name] = tensor.detach().cpu().clone()
             return load(came)
 
         model.load_weights = watched
-
-    def _is_asked_for(self, name: str, tensor: Any) -> bool:
-        parts = name.split(".")
-        if _EXPERT.search(name):
-            return name in self._experts
-        in_layer = any(part.isdigit() for part in parts)
-        return not in_layer or tensor.dim() == 1 or bool(self._layers.intersection(parts))
 
     def stop(self) -> None:
         """Nothing is written down from here on."""

@@ -75,15 +75,11 @@ def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> Envi
                 f"{key}.rubric.judge.base_url is unset: the run's own engine judges, and there is none here. Name an endpoint: "
                 f"--set {key}.rubric.judge.base_url=… and model."
             )
-    return open_environment(_unaudited(config), store)
-
-
-def _unaudited(config: EnvironmentConfig) -> EnvironmentConfig:
-    """An audit watches a policy that learns; stored rollouts keep what theirs said."""
+    # An audit watches a policy that learns; stored rollouts keep what theirs said
     if isinstance(config, MixtureEnvironment):
         parts = {name: each.model_copy(update={"audit": None}) for name, each in config.environments.items()}
-        return config.model_copy(update={"environments": parts})
-    return config.model_copy(update={"audit": None})
+        return open_environment(config.model_copy(update={"environments": parts}), store)
+    return open_environment(config.model_copy(update={"audit": None}), store)
 
 
 async def judge(

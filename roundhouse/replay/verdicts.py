@@ -124,7 +124,13 @@ def rescore(
         if version is None:
             version = _commit(stage, reference, config, judged_rollouts(reference, config, store))
         else:
-            _refuse_other_judge(version, config)
+            theirs, ours = flatten(read_manifest(version).details["judge"]), flatten(judge_of(config))
+            # A key that was unknown then is one that is unset
+            if changed := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+                raise StoreError(
+                    f"{version.uri} holds the verdicts of another judge: {', '.join(changed)} differ. Give these verdicts "
+                    "another --name."
+                )
         versions.append(version)
         done += reference.counts.get("requested", 0)
         if progress is not None:
@@ -287,17 +293,6 @@ def _stored(judged: Judged) -> Rollout:
     if judged.failure is not None:
         return failed_rollout(judged.before, judged.failure, judged.reason, judged.detail)
     return failed_rollout(judged.before, FailureKind.DATA, "not_rebuilt", f"{judged.reason}: {judged.detail}")
-
-
-def _refuse_other_judge(version: Reference, config: EnvironmentConfig) -> None:
-    theirs, ours = read_manifest(version).details["judge"], judge_of(config)
-    flat = flatten(theirs), flatten(ours)
-    # A key that was unknown then is one that is unset
-    if not (changed := sorted(key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key))):
-        return
-    raise StoreError(
-        f"{version.uri} holds the verdicts of another judge: {', '.join(changed)} differ. Give these verdicts another --name."
-    )
 
 
 def rescored_inputs(run: Run, name: str, iterations: Sequence[int]) -> Iterator[tuple[int, Reference]]:

@@ -91,7 +91,13 @@ class SuccessBandCurriculum(Curriculum):
         self._config = config
 
     def weights(self, tasks: Sequence[TaskRow], history: TaskHistory) -> Sequence[float]:
-        known = {task_id: self._weight(self._rate(groups)) for task_id, groups in history.items()}
+        low, high = self._config.band
+        falloff, outside = self._config.falloff, self._config.outside_weight
+        known: dict[str, float] = {}
+        for task_id, groups in history.items():
+            rate = self._rate(groups)
+            distance = max(low - rate, rate - high, 0.0)
+            known[task_id] = max(1.0 - distance / falloff * (1.0 - outside), outside)
         return [known.get(task_id_of(task), self._config.unseen_weight) for task in tasks]
 
     def metrics(self, drawn: Sequence[TaskRow], history: TaskHistory) -> dict[str, float]:
@@ -110,13 +116,6 @@ class SuccessBandCurriculum(Curriculum):
             return mean_reward(groups)
         return mean_reward([[float(reward >= threshold) for reward in group] for group in groups])
 
-    def _weight(self, rate: float) -> float:
-        low, high = self._config.band
-        distance = max(low - rate, rate - high, 0.0)
-        return max(
-            1.0 - distance / self._config.falloff * (1.0 - self._config.outside_weight), self._config.outside_weight
-        )
-
 
 def mean_reward(groups: Sequence[Sequence[float]]) -> float:
     """Over all rollouts of the groups, rounded once, so that their order does not matter; 0 for none."""
@@ -132,10 +131,8 @@ def build_curriculum(config: CurriculumConfig) -> Curriculum | None:
     """
     if isinstance(config, Epochs):
         return None
-    return _custom(config) if isinstance(config, CustomCurriculum) else SuccessBandCurriculum(config)
-
-
-def _custom(config: CustomCurriculum) -> Curriculum:
+    if not isinstance(config, CustomCurriculum):
+        return SuccessBandCurriculum(config)
     found: type[Curriculum] = load_class(config.target, Curriculum, "rollout.curriculum.target")
     try:
         return found(**config.parameters)

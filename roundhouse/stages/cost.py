@@ -79,15 +79,15 @@ def judge_tokens(rollouts: pa.Table, environment: Mapping[str, Any]) -> dict[str
         for section, prefix in PREFIXES.items():
             prompt, completion = (metrics.get(f"{prefix}_{name}", 0.0) for name in (PROMPT_TOKENS, COMPLETION_TOKENS))
             if prompt or completion:
-                add_judges(found, {_judge_of(own.get(section) or {}): JudgeTokens(prompt, completion)})
+                judge = (own.get(section) or {}).get("judge")
+                if judge is None:
+                    model = UNKNOWN_JUDGE
+                elif judge.get("base_url") is None:
+                    model = OWN_ENGINE
+                else:
+                    model = str(judge["model"])
+                add_judges(found, {model: JudgeTokens(prompt, completion)})
     return found
-
-
-def _judge_of(section: Mapping[str, Any]) -> str:
-    judge = section.get("judge")
-    if judge is None:
-        return UNKNOWN_JUDGE
-    return OWN_ENGINE if judge.get("base_url") is None else str(judge["model"])
 
 
 def add_judges(totals: dict[str, JudgeTokens], more: Mapping[str, JudgeTokens]) -> None:
@@ -159,22 +159,17 @@ def iteration_cost(
 def iteration_judges(run: Run, iteration: int, kinds: Iterable[str]) -> dict[str, JudgeTokens]:
     """Tokens of the rubrics' judges in these stages of an iteration, by model."""
     found: dict[str, JudgeTokens] = {}
+    sets = run.config.evaluation.sets
     for kind in kinds:
-        stage = run.stage(iteration, kind)
-        if (environment := _judged_by(run.config, kind)) is not None and (reference := stage.reference()) is not None:
-            add_judges(found, judge_tokens(read_table(reference, "rollouts"), environment))
+        if kind != StageKind.COLLECT and not kind.startswith(StageKind.EVALUATE):
+            continue  # it does not sample
+        name = kind.removeprefix(StageKind.EVALUATE).lstrip("-")
+        environment = (sets[name].environment if name in sets else None) or run.config.environment
+        judged = any((each.rubric or each.audit) is not None for each in environments_in(environment).values())
+        if judged and (reference := run.stage(iteration, kind).reference()) is not None:
+            section = environment.model_dump(mode="json")
+            add_judges(found, judge_tokens(read_table(reference, "rollouts"), section))
     return found
-
-
-def _judged_by(config: RunConfig, kind: str) -> dict[str, Any] | None:
-    """The section environment, as JSON, of a stage that samples and has a rubric or an audit; None of another."""
-    if kind != StageKind.COLLECT and not kind.startswith(StageKind.EVALUATE):
-        return None
-    name = kind.removeprefix(StageKind.EVALUATE).lstrip("-")
-    own = config.evaluation.sets[name].environment if name in config.evaluation.sets else None
-    environment = own or config.environment
-    judged = any((each.rubric or each.audit) is not None for each in environments_in(environment).values())
-    return environment.model_dump(mode="json") if judged else None
 
 
 def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> dict[str, float]:

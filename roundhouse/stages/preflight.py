@@ -19,7 +19,6 @@ from roundhouse.config.environments import (
     MixtureEnvironment,
     NemoGymEnvironment,
     RemoteEnvironment,
-    SingleEnvironment,
     WorkerEnvironment,
     environments_in,
 )
@@ -133,7 +132,10 @@ def _refuse_unbranchable(config: RunConfig) -> None:
                 f"rollout.branching is set, but {key} ({each.kind}) has the restoration none: its calls cannot be made again, "
                 f"and no turn rebuilt. Where they can, {remedy}; else leave branching out."
             )
-        if (task := first_task(each)) is not None and not _has_turns(each, task):
+        # One with a task is in this process; a Gymnasium world, tools or MCP servers give its rollouts a second turn.
+        if (task := first_task(each)) is not None and not (
+            isinstance(load_any(each), GymnasiumEnvironment) or tools_of(task) or getattr(each, "mcp_servers", None)
+        ):
             raise ConfigError(
                 f"rollout.branching is set, but {key} ({each.kind}) offers no tool: a rollout is one turn, and a branch begins "
                 "at a later one. Leave branching out, or raise rollout.group_size."
@@ -143,12 +145,6 @@ def _refuse_unbranchable(config: RunConfig) -> None:
             f"rollout.branching is set, but the environments of the mixture differ in restoration ({found}), so that none of "
             "them is restored. Leave branching out, or mix environments of one restoration."
         )
-
-
-def _has_turns(environment: SingleEnvironment, task: TaskRow) -> bool:
-    """Whether a rollout of this environment, which is in this process, can have a second turn."""
-    gymnasium = isinstance(load_any(environment), GymnasiumEnvironment)
-    return gymnasium or bool(tools_of(task)) or bool(getattr(environment, "mcp_servers", None))
 
 
 def _refuse_unfit_pods(config: RunConfig) -> None:

@@ -339,7 +339,17 @@ def iteration_page(run: Run, iteration: int, manifests: Mapping[str, Manifest], 
         parts.append(_table(["not trained on", "rollouts"], refused) if refused else "")
     collected = run.stage(iteration, StageKind.COLLECT).reference() if StageKind.COLLECT in manifests else None
     if collected is not None:
-        parts.append(_samples(first_rollouts(collected, manifests[StageKind.COLLECT], samples)))
+        sampled = [
+            [
+                rollout.rollout_id,
+                rollout.status.value,
+                "" if rollout.reward is None else f"{rollout.reward:g}",
+                str(len(rollout.turns)),
+                " · ".join(conversation_lines(rollout.items))[:LONGEST_CELL],
+            ]
+            for rollout in first_rollouts(collected, manifests[StageKind.COLLECT], samples)
+        ]
+        parts.append(_table(["rollout", "status", "reward", "turns", "conversation"], sampled))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -350,20 +360,6 @@ def first_rollouts(reference: Reference, manifest: Manifest, count: int) -> list
         entry = next(entry for entry in manifest.files if entry.path.startswith(f"{dataset}-"))
         tables.append(parse_parquet(read_file(reference, entry)))
     return rollouts_from_tables(tables[0].slice(0, count), tables[1])
-
-
-def _samples(rollouts: Sequence[Rollout]) -> str:
-    rows = [
-        [
-            rollout.rollout_id,
-            rollout.status.value,
-            "" if rollout.reward is None else f"{rollout.reward:g}",
-            str(len(rollout.turns)),
-            " · ".join(conversation_lines(rollout.items))[:LONGEST_CELL],
-        ]
-        for rollout in rollouts
-    ]
-    return _table(["rollout", "status", "reward", "turns", "conversation"], rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -161,25 +161,22 @@ class _StateWriter:
 
     def _write(self) -> None:
         with _busy:
-            self._write_alone()
-
-    def _write_alone(self) -> None:
-        if sys.platform == "linux":  # where threads have a priority each, which those that they start inherit
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _GIVES_WAY))
-        run, version = self._run, self._update.iteration
-        with attribute_to_this_stage():
-            seconds = clock()
-            began = seconds()
-            try:
-                attempt = run.begin(run.trainer_state(version), policy_version=version)
-                written = self._trainer.store(attempt.stage.location, attempt.name, weights=False)
-                for entry in written.files:
-                    attempt.adopt(entry)
-                attempt.commit(inputs={"train": self._update}, directory=written.directory)
-            except BaseException as error:  # noqa: BLE001 - raised by `wait_for_state`
-                self.error = error
-            self.cpu_seconds = seconds() - began
+            if sys.platform == "linux":  # where threads have a priority each, which those that they start inherit
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _GIVES_WAY))
+            run, version = self._run, self._update.iteration
+            with attribute_to_this_stage():
+                seconds = clock()
+                began = seconds()
+                try:
+                    attempt = run.begin(run.trainer_state(version), policy_version=version)
+                    written = self._trainer.store(attempt.stage.location, attempt.name, weights=False)
+                    for entry in written.files:
+                        attempt.adopt(entry)
+                    attempt.commit(inputs={"train": self._update}, directory=written.directory)
+                except BaseException as error:  # noqa: BLE001 - raised by `wait_for_state`
+                    self.error = error
+                self.cpu_seconds = seconds() - began
 
 
 _GIVES_WAY = 5

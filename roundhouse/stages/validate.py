@@ -11,6 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -356,18 +357,14 @@ def _said_in(items: list[dict[str, Any]]) -> Iterable[Said]:
         if kind == "reasoning":
             yield "reasoning", [part["text"] for part in item.get("summary", [])]
         elif kind == "function_call":
-            yield "call", (item["name"], _arguments(item["arguments"]))
+            name, arguments = item["name"], item["arguments"]
+            with suppress(ValueError):
+                # In one spelling, also of what equals nothing (NaN)
+                arguments = json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
+            yield "call", (name, arguments)
         elif kind == "message" and item.get("role") == "assistant":
             content = item.get("content") or ""
             yield "message", content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def _arguments(text: str) -> str:
-    """In one spelling, also of what equals nothing (NaN)."""
-    try:
-        return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
-    except ValueError:
-        return text
 
 
 def _short(said: Said | None) -> str:

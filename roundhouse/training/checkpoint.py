@@ -313,16 +313,12 @@ def sent_as(saved: SavedTensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
-    """The weights as the model's files have them, an adapter merged into them."""
-    return _under_published_names(model, merged(model), ranks)
-
-
-def _under_published_names(model: PreTrainedModel, weights: SavedTensors, ranks: Ranks) -> SavedTensors:
-    """The weights as the model's files have them.
+    """The weights as the model's files have them, an adapter merged into them.
 
     What transformers has fused of a tensor per expert is sent expert by expert; what it has changed in another way is put back
     by the leading rank, which has to hold all of that.
     """
+    weights = merged(model)
     for name in model._keys_to_ignore_on_save or ():
         weights.pop(name, None)
     described = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in weights.items()}

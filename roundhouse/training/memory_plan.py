@@ -418,7 +418,18 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tu
         for parameter in built.model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         held = [tensor for p in built.model.parameters() for tensor in (p, p.grad) if tensor is not None]
-        row = _row(-(-tokens // context) * context, train.packing)
+        length = -(-tokens // context) * context
+        ids, count = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
+        row = Microbatch(  # one sequence; every token but the first is predicted
+            input_ids=ids,
+            position_ids=count[None],
+            attention_mask=None if train.packing else torch.ones(1, length, dtype=torch.long),
+            spans=(Span(0, length, 1, length, None, None),) if train.packing else None,
+            predict=count,
+            targets=ids[0],
+            source=None,  # type: ignore[arg-type]  # numpy's, which the passes do not read
+            real_tokens=length,
+        )
         try:
             with _LiveBytes([*held, *built.model.buffers()], built.model.config.get_text_config().vocab_size) as live:
                 prediction = scorer.predict(row, with_entropy=entropy)
@@ -433,21 +444,6 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tu
                 f"alone ({str(error).splitlines()[0][:200]}). Measure a step of it instead: python -m benchmarks.mfu."
             ) from error
     return live.at_peak, live.logits_at_peak
-
-
-def _row(tokens: int, packed: bool) -> Microbatch:
-    """One sequence; every token but the first is predicted."""
-    ids, count = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)
-    return Microbatch(
-        input_ids=ids,
-        position_ids=count[None],
-        attention_mask=None if packed else torch.ones(1, tokens, dtype=torch.long),
-        spans=(Span(0, tokens, 1, tokens, None, None),) if packed else None,
-        predict=count,
-        targets=ids[0],
-        source=None,  # type: ignore[arg-type]  # numpy's, which the passes do not read
-        real_tokens=tokens,
-    )
 
 
 class _WithoutPeers(Context):
@@ -479,22 +475,19 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if (key := id(storage)) in self._known:
+                continue
+            size, logits = storage.nbytes(), tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
+            self._known[key] = size, logits
+            self._now += size
+            self._logits += size if logits else 0
+            weakref.finalize(storage, self._drop, key)
         if self._now > self.at_peak:
             self.at_peak, self.logits_at_peak = self._now, self._logits
         return made
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._known:
-            return
-        size, logits = storage.nbytes(), tensor.ndim >= 2 and tensor.shape[-1] == self._vocabulary
-        self._known[key] = size, logits
-        self._now += size
-        self._logits += size if logits else 0
-        weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
         size, logits = self._known.pop(key)

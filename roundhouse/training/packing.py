@@ -293,7 +293,12 @@ def build_microbatches(
     bounds = [slice(sequences.offsets[index], sequences.offsets[index + 1]) for index in indices]
     needed = np.array([np.flatnonzero(trained[tokens])[-1] for tokens in bounds], dtype=np.int64)
     if not packed:
-        bins = _rectangles(needed, budget)
+        bins: list[list[int]] = []
+        for index in np.argsort(-needed, kind="stable").tolist():
+            if bins and (len(bins[-1]) + 1) * needed[bins[-1][0]] <= budget:
+                bins[-1].append(index)
+            else:
+                bins.append([index])
         # sequences of a rectangle spread anew would be padded beyond the budget
         turns = bins if dealer is None else dealer.turns(bins, needed, 0)
         return [
@@ -325,17 +330,6 @@ def _idle(packed: bool) -> Microbatch:
         source=nothing,
         real_tokens=0,
     )
-
-
-def _rectangles(needed: np.ndarray, budget: int) -> list[list[int]]:
-    order = np.argsort(-needed, kind="stable").tolist()
-    groups: list[list[int]] = []
-    for index in order:
-        if groups and (len(groups[-1]) + 1) * needed[groups[-1][0]] <= budget:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
 
 
 @dataclass(frozen=True, slots=True)

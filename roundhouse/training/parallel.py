@@ -27,7 +27,6 @@ from roundhouse.training.loss import Share
 from roundhouse.training.metrics import METRICS, Denominator
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = timedelta(minutes=10)
@@ -238,26 +237,19 @@ def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:
     import torch.distributed as distributed
 
     try:
-        if (store := _store_on_loopback(ranks, timeout)) is None:
-            distributed.init_process_group(backend, timeout=timeout)
-        else:
+        address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            distributed.init_process_group(backend, timeout=timeout)  # with torch's own store of keys, or torchrun's
+        else:  # all ranks are on this machine, and torch's own store would listen on every interface
+            listening = None if ranks.rank else socket.create_server((address, port)).detach()
+            store = distributed.TCPStore(
+                address, port, ranks.size, is_master=ranks.leads, timeout=timeout, master_listen_fd=listening
+            )
             distributed.init_process_group(
                 backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise InfraError(f"Rank {ranks.rank} of {ranks.size} did not find its peers: {error}") from error
-
-
-def _store_on_loopback(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
-    """The ranks' store of keys where all are on this machine: torch's own would listen on every interface. None: they are
-    elsewhere too, or torchrun has made one."""
-    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    from torch.distributed import TCPStore
-
-    listening = None if ranks.rank else socket.create_server((address, port)).detach()
-    return TCPStore(address, port, ranks.size, is_master=ranks.leads, timeout=timeout, master_listen_fd=listening)
 
 
 def leave() -> None:

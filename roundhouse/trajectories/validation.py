@@ -469,11 +469,7 @@ def batch_refusals(rollouts: Sequence[Rollout]) -> dict[str, Refusal]:
         holder = holders.setdefault((rollout.group_id, rollout.seed), rollout.rollout_id)
         if holder != rollout.rollout_id:
             same_seed[rollout.rollout_id] = Refusal("repeated_seed", f"seed {rollout.seed} is that of {holder}")
-    return {**strangers, **same_seed, **_copies(rollouts)}
-
-
-def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
-    found: dict[str, Refusal] = {}
+    copies: dict[str, Refusal] = {}
     originals: dict[tuple[float, float, float], list[Rollout]] = {}
     for rollout in rollouts:
         if not rollout.started_at or not rollout.seconds:
@@ -484,11 +480,11 @@ def _copies(rollouts: Iterable[Rollout]) -> dict[str, Refusal]:
                 evidence = (
                     f"the same turns, begun at {rollout.started_at} for {rollout.seconds} s, as {original.rollout_id}"
                 )
-                found[rollout.rollout_id] = Refusal("copied_rollout", evidence)
+                copies[rollout.rollout_id] = Refusal("copied_rollout", evidence)
                 break
         else:
             timed.append(rollout)
-    return found
+    return {**strangers, **same_seed, **copies}
 
 
 def _strangers(members: list[Rollout]) -> Iterable[tuple[str, Refusal]]:

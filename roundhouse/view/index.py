@@ -113,7 +113,22 @@ class Index:
                max(generated_tokens) AS tokens, max(turns) AS turns, max(seconds) AS seconds, max(abs(advantage)) AS advantage,
                count(DISTINCT (iteration, group_id)) AS groups FROM rollouts"""
         )
-        return {**counted, "span": span, "histogram": self._histogram(where, values, span)}
+        low, high = span["low"], span["high"]
+        bins = 24
+        histogram: list[dict[str, Any]] = []
+        if low is not None:
+            width = (high - low) / bins or 1.0
+            found = self._rows(
+                f"SELECT least(floor((reward - ?) / ?), ?)::INTEGER AS bin, count(*) AS n FROM rollouts "
+                f"WHERE reward IS NOT NULL AND {where} GROUP BY 1",
+                [low, width, bins - 1, *values],
+            )
+            by_bin = {row["bin"]: row["n"] for row in found}
+            histogram = [
+                {"low": low + k * width, "high": low + (k + 1) * width, "n": by_bin.get(k, 0)}
+                for k in range(bins if high > low else 1)
+            ]
+        return {**counted, "span": span, "histogram": histogram}
 
     def groups_compared(self) -> list[dict[str, Any]]:
         """Each task with its mean reward, over all samples in the scope."""
@@ -171,20 +186,6 @@ class Index:
             cursor.unregister("texts")
             self._searches[text] = name
             return name
-
-    def _histogram(self, where: str, values: list[Any], span: dict[str, Any], bins: int = 24) -> list[dict[str, Any]]:
-        low, high = span["low"], span["high"]
-        if low is None:
-            return []
-        width = (high - low) / bins or 1.0
-        counted = self._rows(
-            f"SELECT least(floor((reward - ?) / ?), ?)::INTEGER AS bin, count(*) AS n FROM rollouts "
-            f"WHERE reward IS NOT NULL AND {where} GROUP BY 1",
-            [low, width, bins - 1, *values],
-        )
-        by_bin = {row["bin"]: row["n"] for row in counted}
-        count = bins if high > low else 1
-        return [{"low": low + k * width, "high": low + (k + 1) * width, "n": by_bin.get(k, 0)} for k in range(count)]
 
     def _rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         cursor = self._database.cursor()

@@ -57,7 +57,16 @@ class AdapterTransport(WeightTransport):
     @contextmanager
     def publish(self, checkpoint: RunCheckpoint, replicas: Sequence[ReplicaReport]) -> Iterator[Published]:
         with checkpoint.in_engine_format() as directory:
-            yield Published(digest_of(directory), _adapter_of(checkpoint) or checkpoint_source(checkpoint.dtype))
+            digest = digest_of(directory)
+            run, source = checkpoint.run, checkpoint_source(checkpoint.dtype)
+            start = run.checkpoint(0).reference()
+            names = read_manifest(checkpoint.reference).model_files.by_name()
+            adapter = next((name for name in names if name.endswith(f"/{ADAPTER_FILE}")), None)
+            # The starting policy has no adapter, and the base of a fork is its parent's.
+            if start is not None and run.parent is None and adapter is not None:
+                place = model_location(Location(checkpoint.reference.uri)) / adapter.removesuffix(f"/{ADAPTER_FILE}")
+                source = AdapterSource(dtype=checkpoint.dtype, base=start.uri, uri=place.uri)
+            yield Published(digest, source)
 
     @classmethod
     def fetch(cls, source: AdapterSource, request: FetchRequest) -> tuple[Path, CacheEntry | None]:
@@ -83,17 +92,6 @@ class AdapterTransport(WeightTransport):
 
         entry = request.cache.entry(entry_key("adapter", source.base, source.dtype, *marks), fill)
         return entry.path, entry
-
-
-def _adapter_of(checkpoint: RunCheckpoint) -> AdapterSource | None:
-    """None: the checkpoint has none (it is the starting policy), or the run is a fork, whose base is its parent's."""
-    start = checkpoint.run.checkpoint(0).reference()
-    names = read_manifest(checkpoint.reference).model_files.by_name()
-    adapter = next((name for name in names if name.endswith(f"/{ADAPTER_FILE}")), None)
-    if start is None or checkpoint.run.parent is not None or adapter is None:
-        return None
-    directory = model_location(Location(checkpoint.reference.uri)) / adapter.removesuffix(f"/{ADAPTER_FILE}")
-    return AdapterSource(dtype=checkpoint.dtype, base=start.uri, uri=directory.uri)
 
 
 def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:

@@ -103,22 +103,17 @@ class NodeCache:
                 with suppress(FileNotFoundError):
                     size += file.lstat().st_size
             kept += size
-            if kept > self.max_bytes and self._delete(path):
-                kept -= size
-
-    def _delete(self, path: Path) -> bool:
-        lock = self._lock(path.name, fcntl.LOCK_EX)
-        if lock is None:
-            return False
-        try:
-            doomed = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
-            with suppress(FileNotFoundError):
-                path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-            self._lock_file(path.name).unlink(missing_ok=True)
-        finally:
-            os.close(lock)
-        return True
+            if kept <= self.max_bytes or (lock := self._lock(path.name, fcntl.LOCK_EX)) is None:
+                continue
+            try:
+                doomed = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
+                with suppress(FileNotFoundError):
+                    path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+                self._lock_file(path.name).unlink(missing_ok=True)
+            finally:
+                os.close(lock)
+            kept -= size
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[bool]:

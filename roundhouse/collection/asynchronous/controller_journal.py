@@ -92,7 +92,15 @@ class ControllerJournal:
         Raises:
             DataError: segments are missing or damaged, or the terms are narrower than those that the run began with.
         """
-        number, controller = self._newest_state(terms) or (0, Controller(terms, replicas))
+        for number in sorted(self._numbers(_STATE), reverse=True):
+            try:
+                state = state_from_json(self.place.read(_state(number)))
+            except DataError:
+                continue  # the segments say the same
+            controller = restore(terms, state)
+            break
+        else:
+            number, controller = 0, Controller(terms, replicas)
         needed = range(number + 1, self._written + 1)
         if missing := sorted(set(needed) - set(self._numbers(_SEGMENT))):
             raise DataError(
@@ -117,15 +125,6 @@ class ControllerJournal:
             f"{self.place.uri}/{_segment(number)} was written by another controller of this run. Let one of the two go on; "
             "start this one again when the other has ended."
         )
-
-    def _newest_state(self, terms: StalenessBound) -> tuple[int, Controller] | None:
-        for number in sorted(self._numbers(_STATE), reverse=True):
-            try:
-                state = state_from_json(self.place.read(_state(number)))
-            except DataError:
-                continue  # the segments say the same
-            return number, restore(terms, state)
-        return None
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         return [int(match[1]) for name in self.place.names() if (match := pattern.fullmatch(name)) is not None]

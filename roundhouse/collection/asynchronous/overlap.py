@@ -19,7 +19,7 @@ from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous.controller_journal import catch_up, resume, unfinished_iterations
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.collection.collector import refuse_many_failures
-from roundhouse.collection.controller import Train, Transfer
+from roundhouse.collection.controller import Transfer
 from roundhouse.collection.in_process_runner import runner_of
 from roundhouse.collection.runner import ENGINE, LOOK_SECONDS
 from roundhouse.config.operations import stall_seconds
@@ -195,7 +195,11 @@ class Overlap:
         with self.dispatch as dispatch:
             controller = self.dispatch.controller
             train = controller.training()
-            if train is None or train.iteration != k or (not self.chooses and not self._is_own(train)):
+            if (
+                train is None
+                or train.iteration != k
+                or (not self.chooses and any(self.plan.iteration_of(position) != k for position in train.groups))
+            ):
                 raise DataError(f"Iteration {k} is collected, but the controller decides on {train}. Fork the run.")
             batch = StepBatch(train.groups, self.runner.at_hand(train.groups), self.runner.window_seconds(train.groups))
             if self.chooses and controller.batch is None:
@@ -212,10 +216,6 @@ class Overlap:
             raise
         self.dispatch.tell(happened.TrainingFinished(k))
         self.dispatch.record(keep_state=True)
-
-    def _is_own(self, train: Train) -> bool:
-        """Whether a step trains on its iteration's own groups alone."""
-        return all(self.plan.iteration_of(position) == train.iteration for position in train.groups)
 
     def _gives_up(self, failure: BaseException) -> BaseException:
         """Both loops are to be begun again, and what failed with them."""

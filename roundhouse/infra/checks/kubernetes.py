@@ -12,7 +12,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks import Finding, fail, ok, warn
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, Object, connect
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 
@@ -51,7 +51,13 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
         remedy = "Check the server's address and certificate in the kubeconfig, and that this machine reaches it."
         return [fail("cluster", str(error), remedy)]
     checks: list[Callable[[Cluster, KubernetesInfra], list[Finding]]] = [rights, job, ray, queue, gpus, objects]
-    findings = [_version(connection, version)]
+    running = f"{connection.host} is {version.get('gitVersion')}"
+    digits = [int("".join(c for c in str(version.get(key, "0")) if c.isdigit()) or 0) for key in ("major", "minor")]
+    if tuple(digits) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        findings = [fail("cluster", running, f"Upgrade to {needed} or newer: Jobs need podFailurePolicy.")]
+    else:
+        findings = [ok("cluster", running)]
     try:
         for check in checks:
             try:
@@ -169,17 +175,6 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
             else:
                 found.append(warn(plural, f"{key}: this account may not look at {name}", f"Look yourself: {remedy}"))
     return found
-
-
-def _version(connection: Cluster, version: Object) -> Finding:
-    running = str(version.get("gitVersion"))
-    digits = [int("".join(c for c in str(version.get(key, "0")) if c.isdigit()) or 0) for key in ("major", "minor")]
-    if tuple(digits) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        return fail(
-            "cluster", f"{connection.host} is {running}", f"Upgrade to {needed} or newer: Jobs need podFailurePolicy."
-        )
-    return ok("cluster", f"{connection.host} is {running}")
 
 
 def _may(connection: Cluster, infra: KubernetesInfra, right: Right) -> bool:

@@ -308,7 +308,19 @@ class CrossEntropy:
 
     def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
         groups = Groups.of(sequences)
-        chosen = self._chosen(sequences, groups)
+        rewards = groups.rollout_rewards
+        chosen = np.ones(len(rewards), dtype=bool)  # [R]
+        if not self.config.include_truncated:
+            chosen[groups.rollout_of_sequence[sequences.truncated]] = False
+        if self.config.reward_threshold is not None:
+            chosen &= rewards >= self.config.reward_threshold
+        if self.config.select == "best_of_group":
+            # Of each group the first of the allowed rollouts with the highest reward, if any is allowed.
+            order = np.lexsort((np.arange(len(rewards)), -rewards))
+            candidates = order[chosen[order]]
+            _, first = np.unique(groups.group_of_rollout[candidates], return_index=True)
+            chosen = np.zeros(len(rewards), dtype=bool)
+            chosen[candidates[first]] = True
         weights = token_weights(chosen[groups.rollout_of_sequence], sequences)
         coefficient = current_coefficient(self.config, inputs)
         nothing = np.zeros_like(weights)
@@ -323,21 +335,3 @@ class CrossEntropy:
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
         return TokenSignals(columns, metrics)
-
-    def _chosen(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
-        """[R] bool."""
-        config, rewards = self.config, groups.rollout_rewards
-        allowed = np.ones(len(rewards), dtype=bool)
-        if not config.include_truncated:
-            allowed[groups.rollout_of_sequence[sequences.truncated]] = False
-        if config.reward_threshold is not None:
-            allowed &= rewards >= config.reward_threshold
-        if config.select != "best_of_group":
-            return allowed
-        # Of each group the first of the allowed rollouts with the highest reward, if any is allowed.
-        order = np.lexsort((np.arange(len(rewards)), -rewards))
-        candidates = order[allowed[order]]
-        _, first = np.unique(groups.group_of_rollout[candidates], return_index=True)
-        chosen = np.zeros(len(rewards), dtype=bool)
-        chosen[candidates[first]] = True
-        return chosen

@@ -85,7 +85,13 @@ class Groups:
         group_of_rollout[rollout_of_sequence] = group_of_sequence
         given = sequences.rewards if rewards is None else rewards
         rewards = _means(given, rollout_of_sequence, len(rollouts))
-        left = _left_rollouts(sequences, rollouts, group_of_sequence)
+        numbers = {name: number for number, name in enumerate(rollouts)}
+        # By group of branches, the rollout that they left, where it is among the sequences.
+        left = {
+            int(group): numbers[origin]
+            for group, origin in zip(group_of_sequence, sequences.branched_from, strict=True)
+            if origin in numbers
+        }
         owners = np.concatenate([group_of_rollout, np.array(list(left), dtype=np.int64)])
         compared = np.concatenate([rewards, rewards[list(left.values())]])
         sizes = np.bincount(owners, minlength=len(groups))
@@ -138,16 +144,6 @@ class Groups:
 def _number(names: list[str]) -> tuple[list[str], np.ndarray]:
     index = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return list(index), np.array([index[name] for name in names], dtype=np.int64)
-
-
-def _left_rollouts(sequences: TrainingSequences, rollouts: list[str], group_of_sequence: np.ndarray) -> dict[int, int]:
-    """By group of branches, the rollout that they left, where it is among the sequences."""
-    numbers = {name: number for number, name in enumerate(rollouts)}
-    return {
-        int(group): numbers[origin]
-        for group, origin in zip(group_of_sequence, sequences.branched_from, strict=True)
-        if origin in numbers
-    }
 
 
 def _means(values: np.ndarray, owners: np.ndarray, count: int) -> np.ndarray:
@@ -320,7 +316,14 @@ class PolicyGradientAlgorithm:
         if self.config.advantage_clip is not None:
             by_token = np.clip(by_token, *self.config.advantage_clip)
         weights = token_weights(trainable & ~masked, sequences)
-        columns = self._columns(sequences, by_token, weights, coefficient)
+        positive = np.repeat(sequences.rewards > 0, sequences.lengths)
+        columns = TokenColumns(
+            advantages=by_token.astype(np.float32) * weights,
+            policy_weights=weights,
+            reference_kl_weights=weights * np.float32(coefficient if self.config.kl_placement == "loss" else 0),
+            entropy_weights=weights * np.float32(self.config.entropy_coefficient),
+            cross_entropy_weights=weights * positive * np.float32(self.config.positive_nll_weight),
+        )
         shown = per_sequence(by_token * np.repeat(trainable, sequences.lengths), sequences)
         metrics = reward_metrics(sequences, plain) | advantage_metrics(shown) | rewards.metrics
         if coefficient > 0:
@@ -349,19 +352,6 @@ class PolicyGradientAlgorithm:
         if values is not sequences.rewards:
             metrics["reward_shaped"] = float(plain.per_rollout(values).mean())
         return Rewards(values, shaped, kl, metrics)
-
-    def _columns(
-        self, sequences: TrainingSequences, advantages: np.ndarray, weights: np.ndarray, coefficient: float
-    ) -> TokenColumns:
-        config = self.config
-        positive = np.repeat(sequences.rewards > 0, sequences.lengths)
-        return TokenColumns(
-            advantages=advantages.astype(np.float32) * weights,
-            policy_weights=weights,
-            reference_kl_weights=weights * np.float32(coefficient if config.kl_placement == "loss" else 0),
-            entropy_weights=weights * np.float32(config.entropy_coefficient),
-            cross_entropy_weights=weights * positive * np.float32(config.positive_nll_weight),
-        )
 
 
 def current_coefficient(config: TokenLoss, inputs: AlgorithmInputs) -> float:

@@ -209,8 +209,10 @@ class TrainEngine:
                 attach(model, self.config.lora, trainer_state, directory)
                 if role in self._scorers:
                     _require_same_architecture(self.model, model, directory)
-            else:
-                self._require_same_vocabulary(model, directory, role)
+            elif (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
+                raise ConfigError(
+                    f"The {role} in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
+                )
             if not role.learns:
                 model.requires_grad_(False)
             if self._holds_frozen_low(role, directory, trainer_state):
@@ -425,12 +427,6 @@ class TrainEngine:
         if sharded:
             shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
         return scorer
-
-    def _require_same_vocabulary(self, model: PreTrainedModel, directory: Path, role: Role) -> None:
-        if (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
-            raise ConfigError(
-                f"The {role} in {directory} has a vocabulary of {theirs}, the policy of {ours}: their tokens differ."
-            )
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:

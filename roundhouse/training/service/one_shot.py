@@ -17,7 +17,6 @@ import argparse
 import io
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from roundhouse.imports import gc_paused
@@ -39,7 +38,7 @@ with gc_paused():
     from roundhouse.training.parallel import TIMEOUT, Ranks, join, leave
     from roundhouse.training.service.engine import TrainEngine
     from roundhouse.training.service.job_entry import REPORT, exit_code, read_spec, tell_error
-    from roundhouse.training.trainer import StepReport, Trainer
+    from roundhouse.training.trainer import Trainer
     from roundhouse.trajectories.schemas import tolerances
     from roundhouse.weight_sync.checkpoint_files import CheckpointCache
 
@@ -129,7 +128,19 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
             if kept is not None:
                 kept.keep(written.named(), directory)
             more = {} if kept is None else {"fetched_bytes": float(kept.fetched_bytes)}
-            _write(spec, len(batch), report, written, more)
+            result = TrainStepResult(
+                sequences=len(batch),
+                updates=report.updates,
+                metrics={**report.metrics, **more},
+                seconds=report.seconds,
+                tokens=report.tokens,
+                checkpoint=written,
+            )
+            sink = io.BytesIO()
+            pq.write_table(report.columns, sink, compression="zstd")
+            location = Location(spec.report)
+            location.write(COLUMNS, sink.getvalue())
+            location.write(REPORT, result.model_dump_json(indent=1).encode())
     if kept is not None:
         kept.release()
 
@@ -149,22 +160,6 @@ def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
 
 def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None) -> Path:
     return local_directory(reference, cache) if kept is None else kept.checkpoint(reference, cache)
-
-
-def _write(spec: StepSpec, sequences: int, report: StepReport, written: ModelFiles, more: Mapping[str, float]) -> None:
-    result = TrainStepResult(
-        sequences=sequences,
-        updates=report.updates,
-        metrics={**report.metrics, **more},
-        seconds=report.seconds,
-        tokens=report.tokens,
-        checkpoint=written,
-    )
-    sink = io.BytesIO()
-    pq.write_table(report.columns, sink, compression="zstd")
-    location = Location(spec.report)
-    location.write(COLUMNS, sink.getvalue())
-    location.write(REPORT, result.model_dump_json(indent=1).encode())
 
 
 def main(arguments: list[str] | None = None) -> int:

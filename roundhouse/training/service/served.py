@@ -131,9 +131,20 @@ class ServedTrainEngine:
         asked = parse(LoadCheckpoint, body)
         model = self._reached(asked.model)
         with on_this_machine(model, asked.trainer_state and self._reached(asked.trainer_state)) as (directory, state):
-            self._require_architecture(directory, asked.role)
+            served = None if asked.role is Role.CRITIC else self.architecture
+            if served is not None and (found := _architecture(directory)) != served:
+                key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
+                raise DataError(
+                    f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
+                    f"{served.get(key)!r}. Start a service with that model."
+                )
             cursor = self._held().load_checkpoint(directory, trainer_state=state, role=asked.role)
-        self._keep_cached(asked.role, directory)
+        if directory.is_relative_to(self._cache):
+            # Delete the downloads that no model was loaded from last; a critic lies in its policy's.
+            self._cached[asked.role] = directory.relative_to(self._cache).parts[0]
+            for path in self._cache.iterdir():
+                if path.name not in self._cached.values():
+                    shutil.rmtree(path)
         return _json(cursor.model_dump())
 
     def _store_checkpoint(self, body: bytes) -> CallReply:
@@ -159,26 +170,6 @@ class ServedTrainEngine:
     def _reached(self, model: StoredModel) -> StoredModel:
         _require_seen(model.uri)
         return model.model_copy(update={"cache": self._cache})
-
-    def _require_architecture(self, model: Path, role: Role) -> None:
-        served = self.architecture
-        if served is None or role is Role.CRITIC:
-            return
-        if (found := _architecture(model)) != served:
-            key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
-            raise DataError(
-                f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
-                f"{served.get(key)!r}. Start a service with that model."
-            )
-
-    def _keep_cached(self, role: Role, directory: Path) -> None:
-        """Delete the downloads that no model was loaded from last: its critic lies in the policy's."""
-        if not directory.is_relative_to(self._cache):
-            return
-        self._cached[role] = directory.relative_to(self._cache).parts[0]
-        for path in self._cache.iterdir():
-            if path.name not in self._cached.values():
-                shutil.rmtree(path)
 
     def _held(self) -> TrainService:
         if self._engine is None:

@@ -69,7 +69,19 @@ def unpack(kind: type[T], body: bytes) -> T:
             f"The body has fields that {kind.__name__} does not: {', '.join(sorted([*arrays, *header]))}. Run the same version "
             "of roundhouse on both sides."
         )
-    _check(value)
+    # What the types of single fields do not say
+    if isinstance(value, TokenBatch):
+        _check_tokens(value)
+    elif isinstance(value, LossBatch | ValueBatch):
+        _check_tokens(value.tokens)
+        length = len(value.tokens.token_ids)
+        for name, array in _arrays_of(value):
+            if name not in _DTYPES and len(array) != length:
+                raise DataError(f"{name} has {len(array)} values for {length} tokens. They must be equally long.")
+            if name not in _DTYPES and not np.isfinite(array).all():
+                raise DataError(f"{name} holds a value that is not finite.")
+    elif isinstance(value, Gradient) and value.log_probs.ndim != 1:
+        raise DataError(f"log_probs has the shape {value.log_probs.shape}.")
     return value
 
 
@@ -133,21 +145,6 @@ def _has_arrays(kind: Any) -> bool:
             for hint in _hints(kind).values()
         )
     )
-
-
-def _check(value: Any) -> None:
-    if isinstance(value, TokenBatch):
-        _check_tokens(value)
-    elif isinstance(value, LossBatch | ValueBatch):
-        _check_tokens(value.tokens)
-        length = len(value.tokens.token_ids)
-        for name, array in _arrays_of(value):
-            if name not in _DTYPES and len(array) != length:
-                raise DataError(f"{name} has {len(array)} values for {length} tokens. They must be equally long.")
-            if name not in _DTYPES and not np.isfinite(array).all():
-                raise DataError(f"{name} holds a value that is not finite.")
-    elif isinstance(value, Gradient) and value.log_probs.ndim != 1:
-        raise DataError(f"log_probs has the shape {value.log_probs.shape}.")
 
 
 def _arrays_of(value: Any) -> Iterator[tuple[str, np.ndarray]]:

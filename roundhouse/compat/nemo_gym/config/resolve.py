@@ -168,7 +168,14 @@ def _find_servers(resolution: Resolution) -> None:
             name, server_type, implementation = instance.path
             fields = reading.value[name][server_type][implementation]
             resolution.problems += own_problems(instance.type, ".".join(instance.path), fields)
-    _refuse_unfollowed_limits(resolution, reading.value)
+    kinds = {one.kind for one in resolution.instances}
+    for key in CONNECTION_LIMITS:  # NeMo Gym's servers bound their connections; ours open one for each call
+        if "own" in kinds and reading.value.get(key) is not None:
+            (resolution.warnings if "foreign" in kinds else resolution.problems).append(
+                f"{key} is {reading.value[key]}, which Roundhouse's servers do not follow: they open a connection for each "
+                "call. Bound the rollouts in flight (rollout.concurrency of a run, --concurrency of gym collect), and leave "
+                "it out."
+            )
     capture = (
         filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
     )
@@ -185,17 +192,6 @@ def _find_servers(resolution: Resolution) -> None:
 
 
 CONNECTION_LIMITS = ("global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host")
-
-
-def _refuse_unfollowed_limits(resolution: Resolution, settings: Mapping[str, Any]) -> None:
-    """NeMo Gym's servers bound their connections; ours open one for each call."""
-    kinds = {one.kind for one in resolution.instances}
-    for key in CONNECTION_LIMITS:
-        if "own" in kinds and settings.get(key) is not None:
-            (resolution.warnings if "foreign" in kinds else resolution.problems).append(
-                f"{key} is {settings[key]}, which Roundhouse's servers do not follow: they open a connection for each call. "
-                "Bound the rollouts in flight (rollout.concurrency of a run, --concurrency of gym collect), and leave it out."
-            )
 
 
 def _place(resolution: Resolution, choose_ports: bool) -> None:

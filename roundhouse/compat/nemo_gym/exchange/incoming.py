@@ -87,7 +87,19 @@ def rollout_of(row: Row) -> Rollout:
         task = task_under(row)
         written = {*own["added"], *own["replaced"]}
         output = list(row["response"]["output"])
-        turns = _own_turns(own["turns"], output)
+        prompts: list[list[int]] = []
+        turns: list[Turn] = []
+        for number, each in enumerate(own["turns"]):  # their token fields are taken off the output
+            place, parent = each["item"], each["parent"]
+            carrier = each if place is None else output[place]
+            prompt, generated, log_probs = (carrier[name] for name in TOKEN_FIELDS)
+            before = 0 if parent is None else len(prompts[parent]) + len(turns[parent].generation_token_ids)
+            fields = {name: each[name] for name in TURN_SCALARS if name in each}
+            turns.append(Turn(number, prompt_token_ids=prompt[before:], generation_token_ids=generated,
+                              generation_log_probs=log_probs, **fields))  # fmt: skip
+            prompts.append(prompt)
+            if place is not None:
+                output[place] = {name: value for name, value in carrier.items() if name not in TOKEN_FIELDS}
         return Rollout(
             **{name: own[name] for name in SCALARS if name in own},
             task=task,
@@ -217,24 +229,6 @@ def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: b
     if malformed:
         rollout.status, rollout.failure_code = Status.MASKED, "malformed_token_fields"
         rollout.failure_detail = malformed
-
-
-def _own_turns(own_turns: list[Row], output: list[Item]) -> list[Turn]:
-    """The turns; their token fields are taken off `output`."""
-    prompts: list[list[int]] = []
-    turns: list[Turn] = []
-    for number, own in enumerate(own_turns):
-        place, parent = own["item"], own["parent"]
-        carrier = own if place is None else output[place]
-        prompt, generated, log_probs = (carrier[name] for name in TOKEN_FIELDS)
-        before = 0 if parent is None else len(prompts[parent]) + len(turns[parent].generation_token_ids)
-        fields = {name: own[name] for name in TURN_SCALARS if name in own}
-        turns.append(Turn(number, prompt_token_ids=prompt[before:], generation_token_ids=generated,
-                          generation_log_probs=log_probs, **fields))  # fmt: skip
-        prompts.append(prompt)
-        if place is not None:
-            output[place] = {name: value for name, value in carrier.items() if name not in TOKEN_FIELDS}
-    return turns
 
 
 def _incomplete(response: Any) -> bool:

@@ -13,7 +13,7 @@ failures sidecar files as judge_failed are judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -116,7 +116,11 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
                 if key_of(row) not in present:
                     file.append(row)
                     present.add(key_of(row))
-        rows = list(_recoverable(asked.rollouts.failures, present))
+        rows: list[Row] = []  # whose judge failed, each once
+        for row in _rows(asked.rollouts.failures):
+            if row.get(FAILURE) == JUDGE_FAILED and key_of(row) not in present:
+                rows.append(row)
+                present.add(key_of(row))
     else:
         rows = [row for _, row in iter_rows(asked.rollouts.rollouts)]
     inputs = {_key(asked.inputs, number, row): row for number, row in iter_rows(asked.inputs)}
@@ -124,15 +128,6 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
     if not asked.resume:
         return files, Remaining(wanted)
     return files, remaining(wanted, _rows(files.rollouts), _rows(files.failures), max_attempts())
-
-
-def _recoverable(failures: Path, present: Iterable[Key]) -> Iterator[Row]:
-    """Rows whose judge failed, each once, that the output has not."""
-    seen = set(present)
-    for row in _rows(failures):
-        if row.get(FAILURE) == JUDGE_FAILED and key_of(row) not in seen:
-            seen.add(key_of(row))
-            yield row
 
 
 def _payload(inputs: Mapping[Key, Row], rollout: Row, path: Path) -> Row:

@@ -32,7 +32,7 @@ from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
 from roundhouse.compat.nemo_gym.clients.connection import Connection
-from roundhouse.compat.nemo_gym.config.instances import Instance, find_instances
+from roundhouse.compat.nemo_gym.config.instances import find_instances
 from roundhouse.compat.nemo_gym.config.merging import filled
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.servers.endpoints import json_answer, serve
@@ -152,27 +152,28 @@ def main() -> None:
     started = time.time()
 
     def servers() -> list[RunningServer]:
-        return [_elsewhere(resolution, instance, started) for instance in resolution.instances]
+        found = []
+        for instance in resolution.instances:
+            host, port = resolution.address(instance)
+            found.append(
+                RunningServer(
+                    config_path=instance.name,
+                    dir_path=None,
+                    entrypoint=instance.fields.entrypoint,
+                    host=host,
+                    name=instance.implementation,
+                    pid=None,
+                    port=port,
+                    process_name=instance.name,
+                    server_type=instance.type,
+                    start_time=started,
+                    status=None,
+                    url=resolution.base_url(instance),
+                )
+            )
+        return found
 
     serve(build_app(resolution, servers), "0.0.0.0", resolution.head_address()[1])
-
-
-def _elsewhere(resolution: Resolution, instance: Instance, started: float) -> RunningServer:
-    host, port = resolution.address(instance)
-    return RunningServer(
-        config_path=instance.name,
-        dir_path=None,
-        entrypoint=instance.fields.entrypoint,
-        host=host,
-        name=instance.implementation,
-        pid=None,
-        port=port,
-        process_name=instance.name,
-        server_type=instance.type,
-        start_time=started,
-        status=None,
-        url=resolution.base_url(instance),
-    )
 
 
 if __name__ == "__main__":
