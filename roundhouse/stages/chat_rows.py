@@ -50,7 +50,7 @@ def read_chat_rows(file: str) -> list[Row]:
     """
     directory, _, name = file.rpartition("/")
     try:
-        lines = Location(directory or ".").read(name).decode().splitlines()
+        lines = Location(directory or ".").read(name).decode().split("\n")  # a text may hold other ends of lines
     except NotFound as error:
         raise ConfigError(
             f"offline.datasets: there is no file {file}. Give the path of a file of chat rows."

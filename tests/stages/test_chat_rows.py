@@ -18,7 +18,7 @@ from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.policy.tokenizer import render
 from roundhouse.rollout.responses import chat_tools
-from roundhouse.stages.chat_rows import import_chat_rows
+from roundhouse.stages.chat_rows import import_chat_rows, read_chat_rows
 from roundhouse.stages.datasets import dataset_versions
 from roundhouse.stages.fork import offline_config
 from roundhouse.stages.policy import starting_policy
@@ -136,6 +136,17 @@ def test_calls_without_ids_and_arguments_as_objects_are_the_same_rows(base: Run,
     ]
     turns = [read_table(import_chat_rows(base, file), "turns").drop(["rollout_id"]).to_pylist() for file in files]
     assert turns[0] == turns[1]
+
+
+def test_a_row_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
+    """What else ends a line in Python may stand in a text unescaped."""
+    asked = USER | {"content": "What is\u20283*4\u0085+ 5?"}
+    row = json.dumps({"messages": [asked, ASSISTANT]}, ensure_ascii=False)
+    (tmp_path / "rows.jsonl").write_bytes(f"{row}\r\n\n{row}".encode())
+    rows = read_chat_rows(str(tmp_path / "rows.jsonl"))
+    assert [(each["number"], each["messages"][0]["content"]) for each in rows] == [
+        (number, "What is\u20283*4\u0085+ 5?") for number in (1, 3)
+    ]
 
 
 def test_a_run_begins_from_the_taught_policy_by_its_configuration(base: Run, tmp_path: Path) -> None:
