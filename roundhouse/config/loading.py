@@ -68,12 +68,15 @@ def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, rec
     return config
 
 
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set `a.b.c=value` in the tree; the value is read as YAML (`1e-3` as a number, too)."""
     key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"Override {override!r} is not of the form key.path=value.")
     *parents, leaf = key.strip().split(".")
+    if not separator or not all((*parents, leaf)):
+        raise ConfigError(f"Override {override!r} is not of the form key.path=value.")
     node = tree
     for index, parent in enumerate(parents):
         if node.get(parent) is None:  # not there, or a section that is off
@@ -84,9 +87,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"Override {override!r}: {above} is a value, not a section.")
         node = child
     try:
-        node[leaf] = _parse_value(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {override!r}: the value is no YAML: {error}") from error
+    # YAML 1.1 reads 3e-4 as text because it has no dot; people mean the number. In quotes it is text.
+    node[leaf] = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(text.strip()) else value
 
 
 def config_digest(config: BaseModel) -> str:
@@ -132,17 +137,6 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _parse_value(text: str) -> Any:
-    value = load_yaml(text)
-    if isinstance(value, str):
-        # YAML 1.1 reads 3e-4 as text because it has no dot; people mean the number.
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _expand_variables(text: str, file: Path) -> str:

@@ -99,7 +99,7 @@ class LeaseRequest:
 
 
 def request(wish: LeaseRequest, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
-    """ServiceLease, start the supervisor if there is none, and wait until all are healthy."""
+    """Lease the services, start the supervisor if there is none, and wait until all are healthy."""
     wish.state.create()
     revision, added = wish.lease()
     try:

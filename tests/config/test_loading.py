@@ -4,12 +4,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from flows import forms
 from roundhouse.config.loading import (
+    apply_override,
     changes_of_identity,
     config_digest,
     config_yaml,
@@ -58,7 +60,16 @@ def test_overrides_beat_the_file_and_numbers_without_a_dot_are_numbers(tmp_path:
     assert (config.seed, config.train.optimizer.learning_rate, config.run_id) == (7, 3e-5, "b")
 
 
-@pytest.mark.parametrize("override", ["seed", "=3", "seed.deeper=1"])
+def test_an_override_in_quotes_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    overrides = ["run_id='1e5'", 'store="2E-3"', "environment.kind=nan"]
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(tree, override)
+    assert tree == {"run_id": "1e5", "store": "2E-3", "environment": {"kind": "nan"}}
+    assert load_config(write(tmp_path, "seed: 1"), overrides[:2]).run_id == "1e5"
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed.deeper=1", "train..threads=1", "train.=1", ".seed=1"])
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="Override"):
         load_config(write(tmp_path, "run_id: a\nseed: 1"), [override])
