@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import struct
 import threading
@@ -422,14 +423,19 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def write_index(directory: Path, stem: str, planned: Sequence[Sequence[TensorHeader]]) -> None:
-    """Write which file each tensor is in; nothing where there is one file."""
+    """Write which file each tensor is in; nothing where there is one file. What was saved here before, in another number of
+    files, is deleted: readers would take it for a part of this."""
+    names, index_file = file_names(stem, len(planned)), directory / f"{stem}{INDEX}"
+    for path in directory.glob(f"{stem}*.safetensors"):
+        if path.name not in names and re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.safetensors", path.name):
+            path.unlink()
     if len(planned) == 1:
+        index_file.unlink(missing_ok=True)
         return
-    names = file_names(stem, len(planned))
     weight_map = {header.name: name for name, headers in zip(names, planned, strict=True) for header in headers}
     total = sum(header.bytes for headers in planned for header in headers)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def rewrite(

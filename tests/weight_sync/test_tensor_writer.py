@@ -36,7 +36,7 @@ TENSORS = {
 
 
 def written(directory: Path, limit: int = 2**40) -> Path:
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     planned = shards((header_of(name, tensor) for name, tensor in TENSORS.items()), limit)
     writer = TensorWriter(directory)
     writer.write_sharded("model", planned, ((one.name, TENSORS[one.name]) for shard in planned for one in shard))
@@ -61,6 +61,18 @@ def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path) -> None:
     one = written(tmp_path / "one") / "model.safetensors"
     save_file(TENSORS, tmp_path / "two", metadata={"format": "pt"})
     assert one.read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize(("before", "after"), [(100, 2**40), (2**40, 100), (100, 600), (600, 100)])
+def test_nothing_stays_of_what_was_saved_in_another_number_of_files(tmp_path: Path, before: int, after: int) -> None:
+    written(tmp_path / "both", before)
+    (tmp_path / "both/model-of-another.safetensors").touch()
+    fresh, both = written(tmp_path / "fresh", after), written(tmp_path / "both", after)
+    (both / "model-of-another.safetensors").unlink()
+    assert {path.name: path.read_bytes() for path in both.glob("model*")} == {
+        path.name: path.read_bytes() for path in fresh.glob("model*")
+    }
+    assert digest_of(both) == read_anew(both)
 
 
 def test_pieces_of_rows_make_the_file_of_the_whole_tensors_and_others_are_refused(tmp_path: Path) -> None:
