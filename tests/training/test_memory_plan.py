@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import GraniteMoeSWAConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
@@ -15,6 +17,7 @@ from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError
+from roundhouse.infra.checks import machine
 from roundhouse.stages import preflight
 from roundhouse.training import memory_plan
 from roundhouse.training.memory_plan import USABLE, MemoryPlan, device_memory, plan_memory, remedies
@@ -305,6 +308,25 @@ def test_doctor_refuses_a_model_that_does_not_fit_and_names_what_makes_it_fit(
     assert "ok refit: 0.0 GB: about 0.0 s by transfer from one sender over links of 400 Gb/s a GPU" in said[0]
     assert "fail memory plan: does not fit" in said[1]
     assert "Set train.dtype=bfloat16, train.logits_chunk_tokens=1024" in said[1]
+
+
+def test_an_adapters_frozen_matrices_are_planned_as_the_files_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One matrix in float32 keeps them all so, whatever config.json says of the others."""
+    plans = list[MemoryPlan]()
+    monkeypatch.setattr(memory_plan, "plan_memory", lambda *given: plans.append(plan_memory(*given)) or plans[-1])
+    tree = {"run_id": "r", "store": str(tmp_path / "store"), "policy": {"kind": "pretrained", "path": str(tmp_path)}}
+    config = parse_config(tree | {"train": {"dtype": "bfloat16", "lora": {"rank": 4}}})
+    model = Qwen2ForCausalLM(Qwen2Config(**SMALL.to_dict())).to(torch.bfloat16)
+    for head in (torch.bfloat16, torch.float32):
+        model.lm_head.to(head)
+        model.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+        machine.memory_plan(config, "h100", None)
+    low, whole = (each.bytes["weights"] for each in plans)
+    assert low < whole
+    assert whole == plan(dtype="bfloat16", lora={"rank": 4}).bytes["weights"]
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts_unless_that_is_wanted(

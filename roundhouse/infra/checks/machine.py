@@ -235,13 +235,19 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     Raises:
         ConfigError: no such device is known.
     """
+    import torch
+
     from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies, tensors_of
+    from roundhouse.training.saved_tensors import matrix_types
     from roundhouse.weight_sync.transfer import broadcast_seconds
 
     memory = USABLE * device_memory(device)
     if (shape := shape_of(config)) is None:
         said = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
         return [warn("memory plan", said, "Name the converted directory in policy.path.")]
+    if (files := _weights_here(config)) and matrix_types(files) != {"BF16"}:
+        # whatever config.json says: one matrix in float32 keeps all that an adapter leaves frozen in it
+        shape.get_text_config().dtype = torch.float32
     processes = getattr(config.train.service, "processes", 1)
     ranks = gpus or processes
     tokens = max(config.train.tokens_per_microbatch, config.generation.max_model_len)
@@ -319,6 +325,14 @@ def shape_of(config: RunConfig) -> PreTrainedConfig | None:
             return None
         shape: PreTrainedConfig = AutoConfig.from_pretrained(scratch, local_files_only=True)
         return shape
+
+
+def _weights_here(config: RunConfig) -> list[Path]:
+    """The files of a pretrained policy that lie on this machine."""
+    if not isinstance(policy := config.policy, PretrainedPolicy):
+        return []
+    source = model_location(Location(policy.path))
+    return sorted(source.local_path.glob("*.safetensors")) if source.is_local else []
 
 
 def nearest_existing(path: Path) -> Path:
