@@ -580,8 +580,8 @@ def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Refer
     if found != recorded:
         raise DataError(
             f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and training iterations "
-            f"{versions} again gave weights with the digest {found}, where {recorded} is recorded. Train with the library "
-            "versions, threads and number of processes that the run had, or fork from version "
+            f"{versions} again gave weights with the digest {found}, where {recorded} is recorded. Train with the versions "
+            "of Roundhouse and its libraries, the threads and the number of processes that the run had, or fork from version "
             f"{since[0].iteration - 1}, which holds the state."
         )
 

@@ -54,7 +54,7 @@ from roundhouse.weight_sync.transfer import TransferOffer
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "5"
+PROTOCOL = "6"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
