@@ -23,13 +23,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import JudgePrice
 from roundhouse.config.training import ProcessService
-from roundhouse.errors import ConfigError, RoundhouseError
+from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 from roundhouse.store.lease import all_drivers
 from roundhouse.store.lineage import IDENTITY
@@ -479,13 +479,20 @@ class Raise(BaseModel):
 
 
 def raises(run: Run) -> list[Raise]:
-    """All raises, oldest first."""
+    """All raises, oldest first.
+
+    Raises:
+        StoreError: one is damaged.
+    """
     place, found = run.location / PLACE, list[Raise]()
     while True:  # by number, since a bucket may list late
+        name = f"{len(found) + 1:04d}.json"
         try:
-            found.append(Raise.model_validate_json(place.read(f"{len(found) + 1:04d}.json")))
+            found.append(Raise.model_validate_json(place.read(name)))
         except NotFound:
             return found
+        except ValidationError as error:
+            raise StoreError(f"{place.uri}/{name} is no raise of a budget. Mend or delete it. {error}") from error
 
 
 def budget_of(run: Run) -> dict[str, float]:
@@ -506,6 +513,10 @@ def raise_budget(run: Run, limits: Mapping[str, float], comment: str = "", by: s
     for name, value in limits.items():
         if name not in BUDGETED:
             raise ConfigError(f"budget {name} is no limit; those are {', '.join(BUDGETED)}.")
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"budget {name}={value:g} is no limit. Give a finite one, however large, such as {name}=1e12."
+            )
         if not value > present.get(name, 0.0):
             raise ConfigError(
                 f"budget {name}={value:g} does not raise the limit of {present.get(name, 0.0):g}. Give more."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyarrow as pa
 import pytest
 
@@ -131,6 +133,8 @@ def test_a_raise_that_raises_nothing_is_refused_with_what_there_is(tmp_path):
     run = open_run(config(store=str(tmp_path), cost={"budget": {"money": 5}}))
     with pytest.raises(ConfigError, match="money=5 does not raise the limit of 5"):
         raise_budget(run, {"money": 5})
+    with pytest.raises(ConfigError, match=r"money=inf is no limit\. Give a finite one"):
+        raise_budget(run, {"money": math.inf})
     with pytest.raises(ConfigError, match="moneyy is no limit; those are wall_hours"):
         raise_budget(run, {"moneyy": 7})
     assert raises(run) == []
