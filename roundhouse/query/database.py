@@ -33,7 +33,7 @@ from roundhouse.query.parts import (
     with_place,
 )
 from roundhouse.store.location import Location
-from roundhouse.store.run import no_such_run
+from roundhouse.store.run import no_such_run, run_ids
 from roundhouse.store.stage import Manifest, StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 
@@ -128,7 +128,7 @@ def load_tables(
     """The named tables, opened; nothing of their rows is read yet."""
     if not names:
         return {}
-    there = (Location(store) / "runs").names()
+    there = run_ids(store)
     if missing := sorted(set(runs or ()) - set(there)):
         raise no_such_run(store, missing[0])
     chosen = there if runs is None else runs

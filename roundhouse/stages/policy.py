@@ -144,10 +144,10 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
 def delete_run(run: Run) -> None:
     """Delete a run.
 
-    Invariant: nothing is deleted while another process drives the run. `run.json` goes last, so that a deletion that was
-    interrupted leaves a run that is listed, and can be deleted again. Nothing outside of the run's directory needs it: a fork
-    owns its checkpoints, a dataset its rows. What points to it is the engine's copy of its tokenizer on this machine, which
-    goes too.
+    Invariant: nothing is deleted while another process drives the run. `run.json` goes when all but the lease is gone, so that
+    a deletion that was interrupted leaves a run that is listed, and can be deleted again. Nothing outside of the directory
+    needs it: a fork owns its checkpoints, a dataset its rows. What points to it is the engine's copy of its tokenizer on this
+    machine, which goes too.
 
     Raises:
         RunDriven: a process drives it.
@@ -156,5 +156,6 @@ def delete_run(run: Run) -> None:
     for name in run.location.tree():
         if name != IDENTITY and not name.startswith(f"{lease.DIRECTORY}/"):
             run.location.delete_object(name)
+    run.location.delete_object(IDENTITY)
     run.location.delete_tree()
     shutil.rmtree(checkpoint_cache(run.config) / f"engine-{run.uid}", ignore_errors=True)

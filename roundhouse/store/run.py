@@ -232,8 +232,8 @@ def load_run(store: str, run_id: str) -> Run:
 
 
 def run_ids(store: str) -> list[str]:
-    """Ids of all runs of a store."""
-    return (Location(store) / "runs").names()
+    """Ids of all runs of a store. A directory without an identity is what is left of a deleted one."""
+    return [name for name in (Location(store) / "runs").names() if run_exists(store, name)]
 
 
 def _refuse_existing(config: RunConfig, first_start: bool) -> None:
