@@ -270,6 +270,15 @@ def test_runs_are_listed_with_state_and_age_in_the_order_asked_for(tmp_path: Pat
             pass
     beat = runs["crashed"].location.read("health.json").replace(b'"ended": true', b'"ended": false')
     runs["crashed"].location.write("health.json", beat)
+    for run_id, written_at in (("vanished", 60.0), ("away", time.time())):  # of drivers in pods
+        run = open_run(parse_config({"run_id": run_id, "store": store, "iterations": 1}))
+        with lease.driving(run.location):
+            pass
+        [record] = lease.all_drivers(run.location)
+        record = record.model_copy(update={"machine": "a pod", "since": 0.0, "released": False})
+        [name] = (run.location / lease.DIRECTORY).names()
+        (run.location / lease.DIRECTORY).write(name, record.model_dump_json().encode())
+        run.location.write("health.json", json.dumps(json.loads(beat) | {"written_at": written_at}).encode())
     done = write_run(store, "done", iterations=1)
     done.write_summary({"iterations": 30})
     with lease.driving(runs["live"].location):
@@ -278,7 +287,9 @@ def test_runs_are_listed_with_state_and_age_in_the_order_asked_for(tmp_path: Pat
     states = {run["run_id"]: run["state"] for run in listed}
     assert (states["b-new"], states["failed"], states["crashed"]) == ("not started", "failed", "crashed")
     assert (states["stopped"], states["live"], states["done"]) == ("stopped", "running", "finished")
-    assert [run["run_id"] for run in listed] == ["done", "live", "stopped", "crashed", "failed", "b-new"]
+    assert (states["vanished"], states["away"]) == ("crashed", "running")
+    order = ["done", "away", "vanished", "live", "stopped", "crashed", "failed", "b-new"]
+    assert [run["run_id"] for run in listed] == order
     assert [line.split()[0] for line in shown.splitlines()[1:]] == sorted(states)
     assert "not started" in shown
 
@@ -325,6 +336,11 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(
     assert run_ids(store) == ["other"]
     assert not engine.exists()
     assert not (tmp_path / "store/runs/r").exists()
+    with Heartbeat(run.location, ErrorReporter(), 60.0):  # of a driver that wakes
+        pass
+    assert run_ids(store) == ["other"]
+    assert CliRunner().invoke(app, ["runs", "list", "--store", store]).exit_code == 0
+    assert CliRunner().invoke(app, ["query", "SELECT run_id FROM runs", "--store", store]).exit_code == 0
 
 
 def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(tmp_path: Path) -> None:

@@ -151,11 +151,17 @@ def read_beat(location: Location) -> Beat | None:
         return None
 
 
+def _has_vanished(holder: lease.LeaseRecord, beat: Beat) -> bool:
+    """Whether the driver of another machine has said nothing for so long that it is gone, by the clocks of both."""
+    patience = max(holder.seconds, DEAD_AFTER_BEATS * beat.every_seconds)
+    return time.time() - max(beat.written_at, holder.since) > patience
+
+
 State = Literal["finished", "running", "failed", "stopped", "crashed", "not started"]
 """What became of a run, in one word, from its store alone:
 
 finished       all its iterations are done
-running        a process holds its lease
+running        a process holds its lease; one of another machine, and has shown a sign of life
 failed         its process ended with an error
 stopped        its process ended before the last iteration: suspended, cancelled, or interrupted by a person
 crashed        its process disappeared without a report; the same command resumes it
@@ -165,12 +171,12 @@ not started    it was created, and no process has worked on it
 
 def state_of(run: Run) -> State:
     """What the run is doing now, or what it came to."""
-    if lease.holder(run.location) is not None:
+    holder, beat = lease.holder(run.location), read_beat(run.location)
+    if holder is not None and not (holder.is_elsewhere and beat is not None and _has_vanished(holder, beat)):
         return "running"
     summary = run.summary()
     if summary is not None and summary["iterations"] >= summary.get("iterations_wanted", run.config.iterations):
         return "finished"
-    beat = read_beat(run.location)
     if beat is None:
         return "not started"
     if not beat.ended:

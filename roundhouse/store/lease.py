@@ -88,9 +88,12 @@ class LeaseRecord(BaseModel):
     @property
     def is_over(self) -> bool:
         """Whether the driver is known to be gone: it gave the lease back, or was a process of this machine that has ended."""
-        return self.released or (
-            self.machine == _machine() and self.born is not None and not is_alive(self.pid, self.born)
-        )
+        return self.released or (not self.is_elsewhere and self.born is not None and not is_alive(self.pid, self.born))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the driver is a process of another machine or pod, whose end cannot be seen from here."""
+        return self.machine != _machine()
 
     def __str__(self) -> str:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
