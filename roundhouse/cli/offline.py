@@ -58,7 +58,7 @@ def train_offline(
     """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
     from roundhouse.cli.training import train_run
     from roundhouse.errors import ConfigError
-    from roundhouse.stages.fork import Method, fork_run, offline_config
+    from roundhouse.stages.fork import Method, fork_of, fork_run, offline_config
     from roundhouse.stages.offline import find_datasets
     from roundhouse.store.run import load_run
 
@@ -79,8 +79,8 @@ def train_offline(
     if not dry_run:
         accept_code(config, overrides, trust_store)
     if config.offline is not None:
-        parent = None if dry_run else replace(load_run(store, run_id), config=config)
-        find_datasets(store, config.offline.datasets, parent)
+        reader = None if dry_run else replace(fork_of(store, run_id, new) or load_run(store, run_id), config=config)
+        find_datasets(store, config.offline.datasets, reader)
     if not dry_run:
         fork_run(config)
     train_run(config, dry_run, hints=[])

@@ -13,6 +13,7 @@ from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.policy import starting_policy
+from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run, no_such_version, open_run, run_exists, version_named
 
 
@@ -24,25 +25,22 @@ def fork_config(
     overrides: Sequence[str] = (),
     keys: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The configuration of a fork.
+    """The configuration of a fork: its parent's with the changes. A fork that owns the checkpoint that it starts from
+    keeps its own, whatever became of the parent.
 
     Args:
-        at: the iteration (= policy version) to continue from; the newest by default.
-        keys: whole sections that take the place of the parent's, before the overrides.
+        at: the iteration (= policy version) to continue from; by default where the fork began, or the parent's newest.
+        keys: whole sections that take the place of the recorded ones, before the overrides.
 
     Raises:
         StoreError: there is no such run, or no such version of it.
         ConfigError: nothing left to train, an impossible override.
     """
-    parent = load_run(store, run_id)
-    versions = parent.checkpoint_versions()
-    version = versions[-1] if at is None and versions else at
-    if version is None or version not in versions:
-        raise no_such_version(parent, version)
-    tree = parent.config.model_dump(mode="json") | {
+    source, version = _source(store, run_id, new_id, at)
+    tree = source.config.model_dump(mode="json") | {
         "run_id": new_id,
         "store": store,
-        "resume": {"mode": "from_path", "path": parent.checkpoint(version).location.uri},
+        "resume": {"mode": "from_path", "path": _checkpoint_uri(store, run_id, version)},
         **(keys or {}),
     }
     for override in overrides:
@@ -82,10 +80,11 @@ def offline_config(
     reward_threshold: float | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """The configuration of an offline run.
+    """The configuration of an offline run, its own where `fork_config` takes that.
 
     Args:
-        at: the checkpoint of the run to start from: `newest`, `promoted` or a version.
+        at: the checkpoint of the run to start from: `newest`, `promoted` or a version. The first two are looked up once, when
+            the offline run is made.
         method: grpo keeps the run's own algorithm where that is a policy gradient, with truncated importance weights; rejection
             learns the best rollout of each group that reaches the threshold; sft learns all rows; distillation needs a teacher.
         overrides: come last.
@@ -94,25 +93,44 @@ def offline_config(
         StoreError: there is no such run.
         ConfigError: no such checkpoint, or settings that do not fit the method.
     """
-    run = load_run(store, run_id)
-    version = begun_from(store, new_id, run_id)
-    if version is None or at.isdecimal():
-        version = version_named(run, at)
+    asked = int(at) if at.isdecimal() else None
+    if asked is None and fork_of(store, run_id, new_id) is None:
+        asked = version_named(load_run(store, run_id), at)
+    source, version = _source(store, run_id, new_id, asked)
     keys = {
         "offline": {"datasets": list(datasets)},
-        "train": run.config.train.model_dump(mode="json")
-        | {"algorithm": _algorithm(run.config, method, teacher, reward_threshold)},
+        "train": source.config.train.model_dump(mode="json")
+        | {"algorithm": _algorithm(source.config, method, teacher, reward_threshold)},
         "iterations": version + 1,  # does not count: epochs do
     }
     return fork_config(store, run_id, new_id, version, overrides, keys)
 
 
-def begun_from(store: str, run_id: str, parent_id: str) -> int | None:
-    """The version of the parent that a run started from; None where there is no such run, or it began elsewhere."""
-    if not run_exists(store, run_id):
+def fork_of(store: str, parent_id: str, run_id: str) -> Run | None:
+    """The run, if it began from a version of that parent; None where there is no such run, or it began elsewhere."""
+    run = load_run(store, run_id) if run_exists(store, run_id) else None
+    if run is None or run.parent is None:
         return None
-    parent = load_run(store, run_id).parent
-    return None if parent is None or parent.run_id != parent_id else parent.version
+    return run if run.parent.checkpoint.uri == _checkpoint_uri(store, parent_id, run.parent.version) else None
+
+
+def _source(store: str, parent_id: str, run_id: str, at: int | None) -> tuple[Run, int]:
+    """The run whose configuration a fork takes, and the version that it starts from: the fork itself, once it owns that
+    version, else its parent."""
+    if (fork := fork_of(store, parent_id, run_id)) is not None:
+        at = fork.first_version if at is None else at
+        if at == fork.first_version and fork.checkpoint(at).reference() is not None:
+            return fork, at
+    parent = load_run(store, parent_id)
+    versions = parent.checkpoint_versions()
+    version = versions[-1] if at is None and versions else at
+    if version is None or version not in versions:
+        raise no_such_version(parent, version)
+    return parent, version
+
+
+def _checkpoint_uri(store: str, run_id: str, version: int) -> str:
+    return (Location(store) / f"runs/{run_id}/checkpoints/{version:06d}").uri
 
 
 def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,27 @@ def chance_of_low(checkpoint: Reference, groups: int) -> float:
 
 
 def collect(
-    run: Run, checkpoint: Reference, name: str = "night", draw: int = 1, groups: int = 8, size: int = 4
+    run: Run,
+    checkpoint: Reference,
+    name: str = "night",
+    draw: int = 1,
+    groups: int = 8,
+    size: int = 4,
+    branched: bool = False,
 ) -> Reference:
-    """A dataset of the checkpoint's own rollouts."""
+    """A dataset of the checkpoint's own rollouts; `branched`, as branches of rollouts that are not in it."""
     model = model_of(checkpoint)
     version = checkpoint.policy_version
     generator = torch.Generator().manual_seed(derive_seed("collect", version, draw))
     made = [
         rollout for group in range(groups) for rollout in sampled_group(model, group, size, version, draw, generator)
     ]
+    if branched:
+        origins = [f"{each.group_id}/0" for each in made]
+        made = [
+            replace(each, group_id=f"{origin}@0", branched_from=origin)
+            for each, origin in zip(made, origins, strict=True)
+        ]
     stage = dataset_stage(run, name, TaskDraw(draw).label(version), TaskDraw(draw))
     attempt = run.begin(stage, policy_version=version)
     attempt.write_table("turns", turns_table(made))

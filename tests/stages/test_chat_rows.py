@@ -20,10 +20,11 @@ from roundhouse.policy.tokenizer import render
 from roundhouse.rollout.responses import chat_tools
 from roundhouse.stages.chat_rows import import_chat_rows, read_chat_rows
 from roundhouse.stages.datasets import dataset_versions
-from roundhouse.stages.fork import offline_config
-from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.fork import fork_run, offline_config
+from roundhouse.stages.policy import delete_run, starting_policy
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import engine_files
+from roundhouse.stages.report import summarize
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
@@ -207,10 +208,23 @@ def test_a_template_that_drops_tools_is_refused_at_the_first_row_that_has_some(b
         import_chat_rows(run, file)
 
 
-def test_an_algorithm_that_weighs_tokens_by_log_probabilities_refuses_written_rows(base: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "keys", "said"),
+    [
+        ("grpo", [], r"train\.algorithm\.kind is grpo.*written and not sampled.*--method sft"),
+        (
+            "sft",
+            ["train.algorithm.kl_coefficient=0.1", "train.algorithm.kl_importance_weighting=true"],
+            r"train\.algorithm\.kl_coefficient is 0\.1.*written and not sampled.*Set it to 0",
+        ),
+    ],
+)
+def test_an_algorithm_that_weighs_tokens_by_log_probabilities_refuses_written_rows(
+    base: Run, tmp_path: Path, method: str, keys: list[str], said: str
+) -> None:
     file = demonstrated(tmp_path / "demos.jsonl", count=8)
-    with pytest.raises(ConfigError, match=r"train\.algorithm\.kind is grpo.*written and not sampled.*--method sft"):
-        train_to_the_end(taught(base, "weighed", file, method="grpo"))
+    with pytest.raises(ConfigError, match=said):
+        train_to_the_end(taught(base, f"weighed-{method}", file, method=method, overrides=keys))
 
 
 def test_rows_imported_for_another_tokenizer_are_refused(base: Run, tmp_path: Path) -> None:
@@ -239,6 +253,18 @@ def test_the_command_refuses_a_row_before_it_makes_a_run(base: Run, tmp_path: Pa
     assert isinstance(result.exception, DataError)
     assert "row 1" in str(result.exception)
     assert not Path(base.config.store, "runs", "never").exists()
+
+
+def test_the_command_goes_on_with_a_run_whose_parent_is_gone(base: Run, tmp_path: Path) -> None:
+    file = demonstrated(tmp_path / "demos.jsonl", count=4)
+    parent = fork_run(taught(base, "parent", file))
+    run = train_to_the_end(taught(parent, "orphan", file))
+    run.write_summary(summarize(run))
+    delete_run(parent)
+    command = ["train-offline", "parent", "--run-id", "orphan", "--dataset", file, "--method", "sft"]
+    result = CliRunner().invoke(app, [*command, "--store", base.config.store])
+    assert result.exit_code == 0, result.exception
+    assert "Run orphan is finished" in result.stdout
 
 
 def test_an_environment_writes_its_demonstrations_as_chat_rows(base: Run, tmp_path: Path) -> None:

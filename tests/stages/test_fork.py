@@ -12,8 +12,8 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.checkpoint import publish, publish_starting_policy, retain
-from roundhouse.stages.fork import fork_config, fork_run
-from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.fork import fork_config, fork_run, offline_config
+from roundhouse.stages.policy import delete_run, starting_policy
 from roundhouse.stages.report import summarize
 from roundhouse.stages.train import release_trainer, train_iteration
 from roundhouse.store.location import Location
@@ -76,6 +76,36 @@ def test_a_fork_on_the_same_file_system_costs_no_bytes_and_no_write_reaches_its_
     assert files[0].stat().st_ino == files[1].stat().st_ino
     model_location(fork.checkpoint(1).location).write("model.safetensors", b"changed in the fork")
     assert files[0].read_bytes() == b"weights 1"
+
+
+@pytest.mark.parametrize("at", ["newest", "2"])
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("became", ["trained on", "thinned out", "gone"])
+def test_a_fork_is_asked_for_again_whatever_became_of_its_parent(
+    tmp_path: Path, at: str, offline: bool, became: str
+) -> None:
+    store = str(tmp_path / "store")
+    parent = parent_with(store, 2, tmp_path)
+
+    def asked(at: str, **given: Any) -> RunConfig:
+        if offline:
+            return offline_config(store, "base", "wide", ["night"], at=at, overrides=["offline.epochs=3"], **given)
+        return fork_config(store, "base", "wide", int(at) if at.isdecimal() else None, ["rollout.group_size=16"])
+
+    config = asked(at)
+    fork = fork_run(config)
+    publish(parent, trained(parent, 3, model_directory(tmp_path / "3", b"weights 3")))
+    if became == "thinned out":
+        assert retain(parent, 3) == [1, 2]
+    elif became == "gone":
+        delete_run(parent)
+    assert asked(at) == config
+    assert fork_run(asked(at)).uid == fork.uid
+    with pytest.raises((ConfigError, StoreError), match=r"not from resume.path|No run 'base'"):
+        fork_run(asked("3"))
+    if offline:
+        with pytest.raises(ConfigError, match=r"another configuration:\n.*train\.algorithm"):
+            fork_run(asked(at, method="sft"))
 
 
 def test_a_fork_whose_parent_lost_the_version_before_it_was_taken_says_so(tmp_path: Path) -> None:

@@ -98,6 +98,15 @@ def test_a_policy_moves_towards_its_teacher_on_data_alone(world: Any) -> None:
     assert gaps[1] < gaps[0]
 
 
+def test_a_dataset_of_branches_alone_is_trained_on(world: Any) -> None:
+    """As docs/replay.md shows: `roundhouse branch`, then `roundhouse train-offline … --dataset branches@all`."""
+    _, base, start, _ = world
+    collect(base, start, name="branches", branched=True)
+    run = train_to_the_end(offline(base, "from-branches", "branches@all"))
+    assert run.config.iterations == 2
+    assert weights(run, 1) != weights(run, 0), "it learnt"
+
+
 def test_what_a_run_trains_from_is_fixed_with_digests_and_seen_by_why(world: Any) -> None:
     _, base, _, _ = world
     run = train_to_the_end(offline(base, "fixed"))
