@@ -186,13 +186,14 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
 
 def track(run: Run) -> bool:
     """Write to MLflow what it lacks of a run; whether it has everything then. Unless one is named, the local server starts."""
-    from roundhouse.infra.services import local_services, state_directory
+    from roundhouse.infra.services import local_services, server_arguments, state_directory
     from roundhouse.tracking.mlflow import server_of
     from roundhouse.tracking.tracker import catch_up
 
     if server_of(run) is not None:
         return catch_up(run)
-    with local_services(state_directory(run.config), ("mlflow",), keep=("mlflow",)) as services:
+    own = {"mlflow": server_arguments(run.config.infra)["mlflow"]}
+    with local_services(state_directory(run.config), ("mlflow",), keep=("mlflow",), arguments=own) as services:
         os.environ.update(services.environment())
         return catch_up(run)
 

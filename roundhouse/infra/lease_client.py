@@ -49,6 +49,7 @@ class LeaseRequest:
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Service -> port name -> number, for ports that are fixed by the caller."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Service -> more arguments of its command. A service that is not named is taken as it runs."""
     unawaited: Collection[str] = ()
     """Services that are asked for and not waited for: only their address has to be known. That one fails is no error."""
 
@@ -62,21 +63,51 @@ class LeaseRequest:
             for name in self.services:
                 lease = wanted.services.get(name) or ServiceLease([], revision)
                 record = running.services.get(name)
-                self._refuse_conflicts(name, record if alive and name in wanted.services else None)
+                supervised = alive and name in wanted.services
+                self._refuse_ports(name, record if supervised else None)
+                if supervised and not (record and record.status == "failed" and record.answered >= lease.asked):
+                    self._refuse_arguments(name, lease)
                 if self.holder not in lease.holders:
                     added.add(name)
+                lease.arguments = self._arguments(name, lease)
                 # Pages that an earlier run left up belong to the next caller and end with it.
                 others = [holder for holder in lease.holders if holder.kind != "kept" and holder != self.holder]
                 lease.holders, lease.asked = [*others, self.holder], revision
                 lease.ports = dict(self.ports.get(name, lease.ports))
-                lease.arguments = list(self.arguments.get(name, lease.arguments))
                 wanted.services[name] = lease
             wanted.revision = revision
             self.state.hand_over({key: value for key, value in os.environ.items() if key != processes.MARK})
             self.state.write_wanted(wanted)
         return revision, frozenset(added)
 
-    def _refuse_conflicts(self, name: str, record: ServiceRecord | None) -> None:
+    def end_unused(self) -> None:
+        """End the services that nobody uses any more and that would have to run with other arguments."""
+        if not self.state.supervised():
+            return
+        with self.state.lock():
+            wanted = self.state.wanted()
+            ending = [
+                name
+                for name in self.services
+                if (lease := wanted.services.get(name))
+                and self._arguments(name, lease) != lease.arguments
+                and not any(holder.kind != "kept" and holder.alive() for holder in lease.holders)
+            ]
+            for name in ending:
+                del wanted.services[name]
+            if ending:
+                self.state.write_wanted(wanted)
+        if ending:
+            await_ended(self.state, ending)
+
+    def _arguments(self, name: str, lease: ServiceLease) -> list[str]:
+        """With which the service is to run: who asks for none takes what a person has started."""
+        asked = self.arguments.get(name)
+        if asked is None or (not asked and any(holder.kind == "user" for holder in lease.holders)):
+            return lease.arguments
+        return list(asked)
+
+    def _refuse_ports(self, name: str, record: ServiceRecord | None) -> None:
         """`record` is that of a service under supervision, else None."""
         for port_name, port in self.ports.get(name, {}).items():
             if record and record.pid:
@@ -91,16 +122,19 @@ class LeaseRequest:
                     f"Port {port}, asked for as the {port_name} port of {name}, is in use by {owner}. "
                     "Stop that process, choose another port, or leave it open and a free one is taken."
                 )
-        wanted = list(self.arguments.get(name, []))
-        if record and record.pid and name in self.arguments and record.arguments != wanted:
+
+    def _refuse_arguments(self, name: str, lease: ServiceLease) -> None:
+        if (wanted := self._arguments(name, lease)) != lease.arguments:
             raise InfraError(
-                f"{name} already runs with the arguments {record.arguments}, not {wanted}. Run `roundhouse down` first."
+                f"{name} already runs with the arguments {lease.arguments}, not {wanted}. Run `roundhouse down` first, "
+                "or take services of your own (infra.state)."
             )
 
 
 def request(wish: LeaseRequest, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
     """Lease the services, start the supervisor if there is none, and wait until all are healthy."""
     wish.state.create()
+    wish.end_unused()
     revision, added = wish.lease()
     try:
         return _await_ready(wish, revision, time_limit, on_progress or (lambda record: None))

@@ -55,12 +55,12 @@ COMING = ("starting", "restarting", "ready")
 
 
 def server_arguments(infra: LocalInfra | KubernetesInfra) -> dict[str, list[str]]:
-    """Arguments of the servers for which the configuration names a database of its own.
+    """Arguments of the servers: the database of its own that the configuration names for one, else none.
 
     Raises:
         ConfigError: the driver for it is not installed.
     """
-    arguments: dict[str, list[str]] = {}
+    arguments: dict[str, list[str]] = {"prefect": [], "mlflow": []}
     if not isinstance(infra, LocalInfra):
         return arguments
     if (url := infra.prefect.database_url) is not None:
@@ -169,7 +169,7 @@ def up(
     Args:
         owner: number of the process to which they belong. None: they stay until `down`.
         ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
-        arguments: more arguments of a service's command, by service.
+        arguments: more arguments of a service's command, by service. One that is not named is taken as it runs.
         unawaited: those of the services that are not waited for; they may come up later, or never.
         time_limit: seconds until all are healthy on an idle machine; a busy one gets more (`roundhouse.cpu.slowness`).
         on_progress: called with a service's record whenever its status changed.

@@ -18,6 +18,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra import services
+from roundhouse.infra.state import ServiceRecord
 from tests.postgres import database, tables
 
 SCRIPT = Path(__file__).parents[2] / "k8s/components/services/databases.sh"
@@ -29,15 +30,15 @@ def infra(**sections: Any) -> Any:
 
 
 def test_without_a_database_of_ones_own_the_servers_are_started_as_ever() -> None:
-    assert services.server_arguments(infra()) == {}
-    assert services.server_arguments(KubernetesInfra()) == {}
+    assert services.server_arguments(infra()) == {"prefect": [], "mlflow": []}
+    assert services.server_arguments(KubernetesInfra()) == {"prefect": [], "mlflow": []}
 
 
 def test_a_database_is_an_argument_of_its_server_and_becomes_prefects_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", raising=False)
     url = "postgresql+asyncpg://prefect@localhost/prefect"
     arguments = services.server_arguments(infra(prefect={"database_url": url}))
-    assert arguments == {"prefect": [f"--database-url={url}"]}
+    assert arguments == {"prefect": [f"--database-url={url}"], "mlflow": []}
     assert take_database_url(["server", "start", *arguments["prefect"]]) == ["server", "start"]
     assert os.environ["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == url
 
@@ -59,6 +60,20 @@ def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="psycopg2-binary"):
         services.server_arguments(infra(mlflow={"backend_store_uri": "postgresql://mlflow@h/d"}))
+
+
+def test_pages_that_a_run_left_up_on_its_database_come_up_on_the_next_runs(state_dir: Path, tmp_path: Path) -> None:
+    def by_a_run(**sections: Any) -> ServiceRecord:
+        arguments = services.server_arguments(infra(**sections))
+        names = ["mlflow"]
+        with services.local_services(state_dir, names, keep=names, unawaited=names, arguments=arguments) as running:
+            return running.records["mlflow"]
+
+    own = f"sqlite:///{tmp_path}/own.db"
+    first, second = by_a_run(mlflow={"backend_store_uri": own}), by_a_run()
+    assert (first.arguments, second.arguments) == ([f"--backend-store-uri={own}"], [])
+    assert first.pid != second.pid
+    assert by_a_run().pid == second.pid
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -163,6 +164,26 @@ def test_a_port_in_use_is_refused_with_its_owner_and_a_remedy(state_dir: Path, r
     assert up(state_dir, ports={"gym": port}).gym_url == f"http://127.0.0.1:{port}"
     with pytest.raises(InfraError, match=r"already runs .*roundhouse down"):
         up(state_dir, ports={"gym": port + 1})
+
+
+@pytest.mark.parametrize("arguments", [[], ["--environment", "echo"]])
+def test_who_wants_other_arguments_than_a_run_that_uses_the_service_is_refused(
+    state_dir: Path, arguments: list[str]
+) -> None:
+    with another_process(state_dir):
+        with pytest.raises(
+            InfraError, match=rf"already runs with .*, not {re.escape(str(arguments))}.*roundhouse down"
+        ):
+            services.up(state_dir, ["gym"], arguments={"gym": arguments}, owner=os.getpid())
+        assert services.up(state_dir, ["gym"]).records["gym"].arguments == GYM["gym"], "it joins what runs"
+
+
+def test_who_asks_for_no_arguments_joins_what_a_person_started(state_dir: Path) -> None:
+    by_a_person = up(state_dir)
+    with local_services(state_dir, ["gym"], arguments={"gym": []}) as joined:
+        assert joined.records["gym"].pid == by_a_person.records["gym"].pid
+    os.kill(by_a_person.state.running().supervisor_pid, signal.SIGKILL)
+    assert services.up(state_dir, ["gym"], arguments={"gym": []}).records["gym"].arguments == GYM["gym"]
 
 
 def test_a_service_that_cannot_start_says_why_and_is_not_wanted_any_more(state_dir: Path, remaining: Remaining) -> None:
