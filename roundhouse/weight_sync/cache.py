@@ -2,8 +2,8 @@
 
 Invariants: an entry under its name is whole, since it is made elsewhere and renamed; of several processes that want an entry
 one makes it, the others wait for it; an entry in use is never deleted; what is not in use is at most `max_bytes`, the newest
-used. Locks are the kernel's (flock), so a process that dies leaves only its unfinished directory, which the next process that
-makes that entry removes.
+used. Locks are the kernel's (flock), so a process that dies leaves only its unfinished directory and a lock's file; the next
+process that makes an entry, or evicts, removes them.
 
     cache = NodeCache(directory, max_bytes)
     entry = cache.entry("a1b2…", fill)     # fill(partial) makes the content; held until entry.release()
@@ -66,6 +66,7 @@ class NodeCache:
                 if alone and not final.is_dir():
                     for left in self.directory.glob(f".{key}.partial-*"):
                         shutil.rmtree(left, ignore_errors=True)
+                    self.evict()  # first, since the room may be needed
                     partial = self.directory / f".{key}.partial-{uuid.uuid4().hex}"
                     partial.mkdir(parents=True)
                     try:
@@ -90,7 +91,9 @@ class NodeCache:
         return CacheEntry(final, lock)
 
     def evict(self) -> None:
-        """Delete what is not in use, the longest unused first, until the rest is within the bound."""
+        """Delete what is not in use, the longest unused first, until the rest is within the bound.
+        What dead processes left goes before."""
+        self._clear_unfinished()
         entries = []
         for path in self.directory.iterdir():
             with suppress(FileNotFoundError):  # another process deleted it
@@ -114,6 +117,19 @@ class NodeCache:
             finally:
                 os.close(lock)
             kept -= size
+
+    def _clear_unfinished(self) -> None:
+        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it."""
+        for lock_file in self.directory.glob(".*.lock"):
+            key = lock_file.name[1 : -len(".lock")]
+            if (self.directory / key).is_dir() or (lock := self._lock(key, fcntl.LOCK_EX)) is None:
+                continue
+            try:
+                for left in self.directory.glob(f".{key}.partial-*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                lock_file.unlink(missing_ok=True)
+            finally:
+                os.close(lock)
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[bool]:

@@ -13,12 +13,12 @@ import pytest
 from roundhouse.weight_sync.cache import NodeCache, private_directory
 
 
-def slowly(directory: str, seconds: float) -> None:
+def slowly(directory: str, seconds: float, key: str = "k") -> None:
     def fill(partial: Path) -> None:
         (partial / f"by-{os.getpid()}").write_bytes(b"x" * 1000)
         time.sleep(seconds)
 
-    entry = NodeCache(Path(directory), 10**9).entry("k", fill)
+    entry = NodeCache(Path(directory), 10**9).entry(key, fill)
     assert len(list(entry.path.iterdir())) == 1
     entry.release()
 
@@ -52,6 +52,25 @@ def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path
     slowly(str(tmp_path), 0)
     assert [path.name for path in (tmp_path / "k").iterdir()] == [f"by-{os.getpid()}"]
     assert list(tmp_path.glob(".k.partial-*")) == []
+
+
+def test_room_that_dead_processes_took_is_free_before_another_entry_is_made(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    lives = (("dead", 60), ("alive", 4))
+    makers = {key: spawn.Process(target=slowly, args=(str(tmp_path), seconds, key)) for key, seconds in lives}
+    for key, maker in makers.items():
+        maker.start()
+        while not list(tmp_path.glob(f".{key}.partial-*/by-*")):
+            assert maker.is_alive()
+            time.sleep(0.01)
+    makers["dead"].kill()
+    makers["dead"].join(30)
+    seen: list[str] = []
+    NodeCache(tmp_path, 10**9).entry("k", lambda partial: seen.extend(sorted(os.listdir(tmp_path)))).release()
+    assert [name.partition("partial")[0] for name in seen] == [".alive.lock", ".alive.", ".k.lock", ".k."]
+    makers["alive"].join(30)
+    assert makers["alive"].exitcode == 0
+    assert (tmp_path / "alive").is_dir()
 
 
 def test_an_entry_whose_making_failed_is_not_there(tmp_path: Path) -> None:
