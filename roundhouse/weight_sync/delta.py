@@ -68,7 +68,7 @@ class DeltaSource(WeightSource):
 class DeltaTransport(WeightTransport):
     """What changed since the weights that most replicas hold, in the engine's format.
 
-    <store>/runs/<run>/deltas/000012-from-1a2b…-3c4d…/     the two newest are kept
+    <store>/runs/<run>/deltas/000012-from-1a2b…-3c4d…/     the two newest are kept, and the one just written
     """
 
     Source = DeltaSource
@@ -114,7 +114,8 @@ def _publish_delta(
 ) -> DeltaSource | None:
     """None: the base's checkpoint is not there any more, or is another."""
     deltas = checkpoint.run.location / "deltas"
-    place = deltas / f"{checkpoint.reference.policy_version:06d}-from-{_short(base_digest)}-{_short(digest)}"
+    name = f"{checkpoint.reference.policy_version:06d}-from-{_short(base_digest)}-{_short(digest)}"
+    place = deltas / name
     with ExitStack() as stack:
         try:
             base = stack.enter_context(checkpoint.in_engine_format(base_uri))
@@ -124,8 +125,9 @@ def _publish_delta(
             return None
         if not place.exists(DELTA):
             write_delta(base, directory, place, side_files=False)
-    for old in sorted(name for name in deltas.names() if _NAME.fullmatch(name))[:-KEPT_DELTAS]:
-        (deltas / old).delete_tree()
+    for old in sorted(each for each in deltas.names() if _NAME.fullmatch(each))[:-KEPT_DELTAS]:
+        if old != name:
+            (deltas / old).delete_tree()
     return DeltaSource(dtype=checkpoint.dtype, base=base_digest, uri=place.uri)
 
 

@@ -112,6 +112,19 @@ def test_by_delta_the_first_comes_whole_and_the_next_as_what_changed(
     assert len((run.location / "deltas").names()) == 2
 
 
+def test_a_delta_for_an_older_version_is_there_until_it_was_read(tmp_path: Path, cache: NodeCache) -> None:
+    run, checkpoints = begun(tmp_path, str(tmp_path / "store"), weight_sync="delta")
+    with published(run, checkpoints[0]) as found:
+        held = follow(found, checkpoints[0], cache)
+    deltas = run.location / "deltas"
+    newer = [f"00001{number}-from-{'0' * 12}-{'0' * 12}" for number in range(3)]
+    for name in newer:
+        (deltas / name).write("delta.json", b"{}")
+    with published(run, checkpoints[1], [says(held, checkpoints[0])]) as found:
+        assert follow(found, checkpoints[1], cache, held).transport == "delta"
+    assert deltas.names()[1:] == newer[1:]
+
+
 def test_by_memory_one_version_is_there_and_none_is_left_behind(tmp_path: Path, store: str, cache: NodeCache) -> None:
     run, checkpoints = begun(tmp_path, store, weight_sync="shared-memory")
     places = []
