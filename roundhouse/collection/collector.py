@@ -1,6 +1,7 @@
 """What a stage that collects in this process writes meanwhile, and its metrics.
 
-Invariant: `commit` makes exactly the rollouts that were kept or added the stage's datasets, once each.
+Invariant: `commit` makes exactly the rollouts that were kept or added the stage's datasets, once each, also after writes that
+failed: what could not be written is held and written the next time.
 
     rollouts-a0002-00003.parquet, turns-…    finished rollouts with their turns; the manifest names those of the last attempt
     journal-a0002-00001.parquet              finished model calls of unfinished rollouts; in no manifest, deleted after it
@@ -175,8 +176,10 @@ class Parts:
         self._journal_names: list[str] = []
         self._own_journal: list[str] = []
         self._waiting: list[Rollout] = []
+        self._unwritten: list[tuple[str, pa.Table]] = []
+        """Tables with their dataset, in the order in which they are to be written."""
         self._adding = threading.Lock()
-        """A further round is begun in another thread than that which adds and flushes."""
+        """A further round is begun, and the stage committed, in another thread than that which adds and flushes."""
         self._flushed_at = time.monotonic()
         names = [name for name in self._location.names() if name.endswith(".parquet")]
         if shard is not None:
@@ -227,15 +230,28 @@ class Parts:
     def flush(self) -> None:
         """Write down what happened since the last time."""
         with self._adding:
-            waiting, self._waiting = self._waiting, []
-        if waiting:
-            self.attempt.write_table("turns", turns_table(waiting))
-            self.attempt.write_table("rollouts", rollouts_table(waiting))
-        if (calls := self.journal.take()) is not None:
-            name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
-            self._own_journal.append(name)
-            self._location.write(name, journal_parquet(calls))
+            self._write_rollouts()
+            if (calls := self.journal.take()) is not None:
+                self._unwritten.append(("journal", calls))
+                self._write()
         self._flushed_at = time.monotonic()
+
+    def _write_rollouts(self) -> None:
+        if self._waiting:
+            self._unwritten += [("turns", turns_table(self._waiting)), ("rollouts", rollouts_table(self._waiting))]
+            self._waiting = []
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            dataset, table = self._unwritten[0]
+            if dataset == "journal":
+                name = f"journal-a{self.attempt.name}-{len(self._own_journal):05d}.parquet"
+                self._location.write(name, journal_parquet(table))
+                self._own_journal.append(name)
+            else:
+                self.attempt.write_table(dataset, table)
+            del self._unwritten[0]
 
     def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
         """The files of all these rollouts, which are what this attempt was for: as one part, where there were several. Its own
@@ -267,6 +283,8 @@ class Parts:
         details: dict[str, Any],
     ) -> Reference:
         """Make the stage complete; its details say how interrupted rollouts were resumed. Ends the journal's use."""
+        with self._adding:  # what a runner could not write down before it ended
+            self._write_rollouts()
         recorded = details | {"resumptions": self.journal.resumptions.details()}
         reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=recorded)
         self._delete([*self._journal_names, *self._own_journal])

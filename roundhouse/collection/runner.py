@@ -11,8 +11,9 @@ what had finished is on disk.
 One thread admits. It begins rollouts itself (`InProcessRunner`) or gives whole shards to workers (`ShardRunner`).
 
 The controller of a running run is shared by threads (`Dispatch`): events are applied and journalled, and waiting threads are
-woken. Events are written down in the order in which the controller took them in; `record` returns when every event
-before it is in the store; decisions are taken and recorded under one lock, so that no two loops act on the same one.
+woken. Events are written down in the order in which the controller took them in, also after writes that failed; `record`
+returns when every event before it is in the store; decisions are taken and recorded under one lock, so that no two loops act
+on the same one.
 
     with dispatch:                                 from any thread
         answer = dispatch.controller.admission(…)
@@ -52,7 +53,8 @@ class EventJournal(Protocol):
     @property
     def segments(self) -> int: ...
 
-    def append(self, events: Sequence[Event]) -> None: ...
+    def append(self, events: Sequence[Event]) -> None:
+        """After an error, only the same events can be appended next: they may be in the store all the same."""
 
     def keep_state(self, controller: Controller) -> None: ...
 
@@ -66,6 +68,8 @@ class Dispatch:
         self._changed = threading.Condition(threading.RLock())
         self._recording = threading.Lock()
         self._waiting: list[Event] = []
+        self._unwritten: list[list[Event]] = []
+        """What is to be appended to the journal, the oldest first."""
         self._listeners: list[Callable[[], None]] = []
 
     def __enter__(self) -> Dispatch:
@@ -112,10 +116,13 @@ class Dispatch:
         """
         with self._recording:
             with self._changed:
-                events, self._waiting = self._waiting, []
-            if self._journal is None:
-                return
-            self._journal.append(events)
+                waiting, self._waiting = self._waiting, []
+                if self._journal is None:
+                    return
+                self._unwritten.append(waiting)
+            while self._unwritten:
+                self._journal.append(self._unwritten[0])
+                del self._unwritten[0]
             if keep_state:
                 with self._changed:
                     if not self._waiting:  # else the next time: a state is only a shorter way

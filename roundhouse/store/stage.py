@@ -401,10 +401,11 @@ class Attempt:
     def write_table(self, dataset: str, table: pa.Table) -> FileEntry:
         """Write the next part of a dataset, as Parquet."""
         part = self._parts.get(dataset, 0)
-        self._parts[dataset] = part + 1
         sink = io.BytesIO()
         pq.write_table(table, sink, compression="zstd", write_page_checksum=True, row_group_size=ROW_GROUP)
-        return self.write_bytes(f"{dataset}-a{self.name}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
+        entry = self.write_bytes(f"{dataset}-a{self.name}-{part:05d}.parquet", sink.getvalue(), table.num_rows)
+        self._parts[dataset] = part + 1  # a part that could not be written is not counted
+        return entry
 
     def write_json(self, name: str, value: Any) -> FileEntry:
         """Write a JSON file `<name>-a<attempt>.json`."""

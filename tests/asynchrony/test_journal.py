@@ -6,7 +6,9 @@ from roundhouse.collection import controller as happened
 from roundhouse.collection.asynchronous import controller_journal as journal_module
 from roundhouse.collection.asynchronous.controller_journal import ControllerJournal, snapshot
 from roundhouse.collection.controller import Controller
+from roundhouse.collection.runner import Dispatch
 from roundhouse.errors import DataError, StoreError
+from roundhouse.store.bucket import StoreUnavailable
 from roundhouse.store.location import Location
 from tests.asynchrony.world import forward, terms
 
@@ -42,9 +44,36 @@ def test_of_two_controllers_of_one_run_one_is_told_to_stop(store_uri):
     place = Location(store_uri) / "asynchrony"
     one, other = ControllerJournal(place), ControllerJournal(place)
     one.append([happened.TransferStarted("a", 0)])
-    with pytest.raises(StoreError, match="another controller of this run"):
-        other.append([happened.TransferStarted("b", 0)])
+    for _ in range(2):
+        with pytest.raises(StoreError, match="another controller of this run"):
+            other.append([happened.TransferStarted("b", 0)])
     assert list(ControllerJournal(place).events()) == [happened.TransferStarted("a", 0)]
+
+
+@pytest.mark.parametrize(("moment", "arrives"), [("create", False), ("create", True), ("names", False)])
+def test_events_whose_write_failed_are_written_before_any_others(store_uri, monkeypatch, moment, arrives):
+    plan, place = terms("batch-async", 2, groups=2, iterations=20), Location(store_uri) / "asynchrony"
+    dispatch, told, method = Dispatch(Controller(plan, "ab"), ControllerJournal(place)), [], getattr(Location, moment)
+
+    def fails(self, *arguments):
+        if arrives:
+            method(self, *arguments)
+        raise StoreUnavailable("no answer after 9 attempts in 60 s")
+
+    for is_away in (False, True, True, False):
+        for _ in range(5):
+            told.append(list(forward(dispatch.controller, slots=2))[-1])
+            dispatch.tell(told[-1])
+        with monkeypatch.context() as away:
+            if is_away:
+                away.setattr(Location, moment, fails)
+                with pytest.raises(StoreUnavailable):
+                    dispatch.record()
+            else:
+                dispatch.record(keep_state=len(told) > 5)
+    assert list(ControllerJournal(place).events()) == told
+    place.write("state-00000004.json", b"damaged")
+    assert snapshot(ControllerJournal(place).load(plan, "ab")) == snapshot(dispatch.controller)
 
 
 def test_segments_that_two_states_stand_for_go_and_nothing_is_forgotten(store_uri, monkeypatch):

@@ -12,9 +12,11 @@ from roundhouse.collection.asynchronous.overlap import Overlap
 from roundhouse.collection.runner import ENGINE
 from roundhouse.errors import TooFewRollouts
 from roundhouse.rollout.plan import RolloutSpec
+from roundhouse.store.bucket import StoreUnavailable
+from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.trajectories.records import Rollout, Status
-from tests.asynchrony.test_resumption import WINDOW, new_run
+from tests.asynchrony.test_resumption import OWN_GROUPS, WINDOW, new_run, publish
 
 PATIENCE = 60.0
 ENGINE_URL = "http://127.0.0.1:9"
@@ -61,6 +63,30 @@ def test_a_step_is_not_begun_on_chosen_groups_of_which_too_many_rollouts_failed(
         pytest.fail("it has begun")
     assert overlap.given_up
     assert overlap.dispatch.controller.batch is None
+
+
+@pytest.mark.parametrize("asynchrony", [OWN_GROUPS, WINDOW], ids=["own groups", "window"])
+def test_a_step_that_could_not_be_written_down_is_begun_again_on_the_same_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchrony: dict[str, object]
+) -> None:
+    run = new_run(str(tmp_path), asynchrony, engine_url=ENGINE_URL)
+    overlap = Overlap(run, ENGINE_URL)
+    overlap.dispatch.tell(happened.TransferStarted(ENGINE, 0), happened.TransferFinished(ENGINE, 0))
+    for key in [key for position in overlap.plan.groups(1) for key in overlap.plan.samples(position)]:
+        overlap.dispatch.tell(happened.RolloutStarted(*key, 1, ENGINE), happened.RolloutFinished(*key, 1))
+
+    def fails(self: Location, name: str, data: bytes) -> None:
+        raise StoreUnavailable("no answer after 9 attempts in 60 s")
+
+    with monkeypatch.context() as away:
+        away.setattr(Location, "create", fails)
+        with pytest.raises(StoreUnavailable), overlap.training(1):
+            pytest.fail("it has begun")
+    chosen = overlap.dispatch.controller.batch
+    with overlap.training(1) as batch:
+        assert batch.groups == chosen
+        publish(run, 1)
+    assert Overlap(run, ENGINE_URL).first == 2, "the journal is whole"
 
 
 def failed_rollout(spec: RolloutSpec) -> Rollout:

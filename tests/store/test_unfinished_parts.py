@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from roundhouse.collection import collector
+from roundhouse.collection.collector import Parts, written_rollouts
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import InfraError
+from roundhouse.errors import DiskFull, InfraError
+from roundhouse.rollout.replay import Resumption
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
@@ -102,6 +104,35 @@ def test_a_part_that_vanished_between_listing_and_reading_is_made_anew(
     monkeypatch.setattr(Location, "names", lambda self: listed if self.uri == place.uri else [])
     assert len(read_rollouts(collect_iteration(run, 1, interrupted, engine.url))) == PLANNED
     assert len(engine.seeds) == PLANNED + 2
+
+
+@pytest.mark.parametrize("store_uri", ["file"], indirect=True)
+@pytest.mark.parametrize("dataset", ["turns", "rollouts", "journal"])
+@pytest.mark.parametrize("count", [1, 3], ids=["committed next", "more comes"])
+def test_what_could_not_be_written_is_written_the_next_time_and_no_rollout_is_missing_in_the_committed_stage(
+    run: Run, monkeypatch: pytest.MonkeyPatch, dataset: str, count: int
+) -> None:
+    made, failed, write = [rollout("g", sample) for sample in range(count)], [], Location.write
+
+    def fails_once(self: Location, name: str, data: bytes) -> None:
+        if name.startswith(dataset) and not failed:
+            failed.append(name)
+            raise DiskFull(name)
+        write(self, name, data)
+
+    monkeypatch.setattr(Location, "write", fails_once)
+    parts = Parts(run.begin(run.stage(1, "collect"), policy_version=0), 0)
+    parts.journal.went_on(Resumption("g-9", 2))
+    with pytest.raises(DiskFull):
+        parts.add(made[0])
+    for each in made[1:]:
+        parts.add(each)
+    if count > 1:
+        again = Parts(run.begin(run.stage(1, "collect"), policy_version=0), 0)
+        assert again.journal.resumptions.turns_resumed == 2
+        assert written_rollouts(run.stage(1, "collect").location) == made, "each with its turns"
+    reference = parts.commit(inputs={}, counts={}, metrics={}, details={})
+    assert read_rollouts(reference) == made
 
 
 def test_no_single_bit_can_change_in_a_part_unnoticed(run: Run) -> None:

@@ -49,6 +49,8 @@ class ControllerJournal:
     def __init__(self, place: Location) -> None:
         self.place = place
         self._written = max([*self._numbers(_SEGMENT), *self._numbers(_STATE)], default=0)
+        self._begun: bytes | None = None
+        """The next segment, where an error left open whether it was created."""
 
     @property
     def segments(self) -> int:
@@ -56,23 +58,26 @@ class ControllerJournal:
         return self._written
 
     def append(self, events: Sequence[Event]) -> None:
-        """Write down what happened, in order, before anything is done about it.
+        """Write down what happened, in order, before anything is done about it. After an error, append the same events next.
 
         Raises:
             StoreError: another controller of this run has written since; this one must stop.
         """
         if not events:
             return
-        text = "".join(f"{event_to_json(event)}\n" for event in events)
-        number = self._written + 1
+        data = "".join(f"{event_to_json(event)}\n" for event in events).encode()
+        number, begun = self._written + 1, self._begun
+        self._begun = data
         try:
-            self.place.create(_segment(number), text.encode())
+            self.place.create(_segment(number), data)
         except AlreadyExists:
-            raise self._other_controller(number) from None
+            if data != begun or data != self.place.read(_segment(number)):
+                self._begun = None
+                raise self._other_controller(number) from None
         if any(state >= number for state in self._numbers(_STATE)):  # it was there, and is gone
             self.place.delete(_segment(number))
             raise self._other_controller(number)
-        self._written = number
+        self._written, self._begun = number, None
 
     def keep_state(self, controller: Controller) -> None:
         """Keep the state that the segments so far have led to, and no more than the newest few of either."""

@@ -208,8 +208,8 @@ class Overlap:
                 except TooFewRollouts as failure:
                     raise self._gives_up(failure) from None
             dispatch.tell(happened.TrainingStarted(k, batch.groups))
-        self.runner.flush()  # a step that is begun again has the same groups
         try:
+            self.runner.flush()  # a step that is begun again has the same groups
             yield batch
         except BaseException as error:
             self.dispatch.tell(happened.TrainingFailed(k, f"{type(error).__name__}"))
