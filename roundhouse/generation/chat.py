@@ -42,17 +42,18 @@ ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str | None, ToolCalls]]
 
 def parse_hermes(text: str, tools: list[dict[str, Any]]) -> tuple[str | None, ToolCalls]:
     """Tool calls as vLLM's hermes parser reads them, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the text
-    before the first call (None when empty) and the calls in OpenAI's shape."""
+    before the first call (None when empty) and the calls in OpenAI's shape. A call that JSON cannot carry is none."""
     if TOOL_CALL_START not in text:
         return text, []
     calls: ToolCalls = []
     for closed, unclosed in _CALL.findall(text):
         try:
             call = json.loads(closed or unclosed)
-            name, arguments = call["name"], call["arguments"]
-        except (ValueError, KeyError, TypeError):
+            name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
+            (name + arguments).encode()  # a name that is no text, a lone surrogate
+        except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
-        calls.append(tool_call(name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append(tool_call(name, arguments))
     return text[: text.index(TOOL_CALL_START)] or None, calls
 
 

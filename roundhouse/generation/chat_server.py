@@ -3,8 +3,9 @@
 Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
 `x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and the replica
 (`x-replica-id`), and carries prompt and generation token IDs with log-probabilities in the message. Every failure is a JSON
-`error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now. The
-metric `roundhouse_engine_ready` is 1 exactly when the replica answers with the version that is wanted of it.
+`error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now. A caller
+that leaves ends its generation. The metric `roundhouse_engine_ready` is 1 exactly when the replica answers with the version
+that is wanted of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ import orjson
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
 from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, BadRequest, Generated, read_request
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
-from roundhouse.http.asgi import BodyLimit, Receive, Send, authorized, read_body, reply, reply_error, reply_json
+from roundhouse.http.asgi import (
+    JSON,
+    BodyLimit,
+    ClientGone,
+    Receive,
+    Send,
+    authorized,
+    read_body,
+    reply,
+    reply_error,
+    reply_json,
+    while_connected,
+)
 from roundhouse.trajectories.records import CallStage
 
 logger = logging.getLogger(__name__)
@@ -160,10 +173,8 @@ class ChatServer:
     async def _chat(self, receive: Receive, send: Send) -> None:
         raw = await read_body(receive)
         try:
-            request = read_request(_json(raw), self.model)
-            self.policy.require_sampling(request.draw)
-            prompt = self.codec.prompt(request)
-            generated = await self.policy.answer(prompt.token_ids, prompt.draw)
+            body = await self._completion(raw, receive)
+            data = orjson.dumps(body)
         except BadRequest as error:
             await reply_error(send, error.status, error.code, str(error), error.parameter)
         except ContinuationBroken as error:
@@ -172,43 +183,48 @@ class ChatServer:
             await reply_error(send, 400, "sampling_refused", str(error), "temperature")
         except PolicyUnavailable as error:
             await reply_error(send, 503, "policy_unavailable", str(error))
+        except ClientGone:
+            raise
         except Exception as error:
             logger.exception("a chat completion failed")
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
         else:
-            message, finish_reason = self.codec.message(
-                generated, request.tools, only_first_call=request.only_first_call
-            )
-            log_probs = self.codec.log_probs(generated) if request.logprobs and generated.log_probs else None
-            message["prompt_token_ids"] = prompt.token_ids
-            message["generation_token_ids"] = generated.token_ids
-            message["generation_log_probs"] = generated.log_probs
-            if logger.isEnabledFor(logging.DEBUG):
-                self._log_stages(raw, prompt.token_ids, generated.token_ids, message)
-            drawn = len(generated.token_ids)
-            versions = generated.versions or []
-            spans = (
-                [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
-            )
-            cached = {} if generated.cached_tokens is None else {"cached_tokens": generated.cached_tokens}
-            body = {
-                "id": f"chatcmpl-{uuid.uuid4().hex}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": self.model,
-                "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": log_probs}],
-                "usage": {
-                    "prompt_tokens": len(prompt.token_ids),
-                    "completion_tokens": drawn,
-                    "total_tokens": len(prompt.token_ids) + drawn,
-                    "prompt_tokens_details": cached,
-                },
-                "policy_version": min(version for version, _ in versions),
-                "version_spans": spans,
-            }
             version, replica = str(body["policy_version"]), self.policy.replica_id
             headers = (b"x-policy-version", version.encode()), (b"x-replica-id", replica.encode())
-            await reply_json(send, 200, body, *headers)
+            await reply(send, 200, data, JSON, *headers)
+
+    async def _completion(self, raw: bytes, receive: Receive) -> dict[str, Any]:
+        """The reply to a request."""
+        request = read_request(_json(raw), self.model)
+        self.policy.require_sampling(request.draw)
+        prompt = self.codec.prompt(request)
+        generated = await while_connected(receive, self.policy.answer(prompt.token_ids, prompt.draw))
+        message, finish_reason = self.codec.message(generated, request.tools, only_first_call=request.only_first_call)
+        log_probs = self.codec.log_probs(generated) if request.logprobs and generated.log_probs else None
+        message["prompt_token_ids"] = prompt.token_ids
+        message["generation_token_ids"] = generated.token_ids
+        message["generation_log_probs"] = generated.log_probs
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_stages(raw, prompt.token_ids, generated.token_ids, message)
+        drawn = len(generated.token_ids)
+        versions = generated.versions or []
+        spans = [{"version": version, "tokens": tokens} for version, tokens in versions] if len(versions) > 1 else None
+        cached = {} if generated.cached_tokens is None else {"cached_tokens": generated.cached_tokens}
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": log_probs}],
+            "usage": {
+                "prompt_tokens": len(prompt.token_ids),
+                "completion_tokens": drawn,
+                "total_tokens": len(prompt.token_ids) + drawn,
+                "prompt_tokens_details": cached,
+            },
+            "policy_version": min(version for version, _ in versions),
+            "version_spans": spans,
+        }
 
     def _log_stages(self, request: bytes, prompt: list[int], generated: list[int], message: dict[str, Any]) -> None:
         """What a call was in each of its stages, for a search of where tokens went astray."""

@@ -8,8 +8,8 @@ invariant of prefix continuation: if an assistant message of the conversation ca
 `Engine`: token IDs in, token IDs and log-probabilities out. Invariant: an engine holds exactly one whole set of weights, or
 none, or is poisoned. `load_weights` either ends with the new weights whole and verified, or raises: `WeightsRefused` when the
 engine was not touched (it still holds what it held before), anything else when the engine may hold a mixture and must be
-restarted. No `generate` outlives its engine's weights unnoticed: it ends with the versions that drew its tokens, or with
-`GenerationAborted`.
+restarted. No `generate` outlives its engine's weights unnoticed: it ends with the versions that drew its tokens, with
+`GenerationAborted`, or with `WeightsLost` where the engine cannot keep others from loading weights.
 
 Text, chat templates and tools are not an engine's business; see `chat.py`.
 
@@ -165,6 +165,10 @@ class WeightsRefused(DataError):
 
 class EnginePoisoned(RoundhouseError):
     """The engine holds a mixture of weights or has died. Only a restart helps."""
+
+
+class WeightsLost(EnginePoisoned):
+    """The engine answers by other weights than it was given. Loading them again helps."""
 
 
 class Engine(Protocol):

@@ -252,8 +252,12 @@ async def start_policy(
         os.environ["OMP_NUM_THREADS"] = str(threads)
     codec = ChatCodec(model_dir, config.max_model_len)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
-    await engine.start()
-    codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
+    try:
+        await engine.start()
+        codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
+    except BaseException:
+        engine.shutdown()  # this process may start another one
+        raise
     cache = node_cache(int(config.weights_cache_gib * 2**30))
     policy = ServedPolicy(engine, model_dir, replica_id, application, cache)
     return policy, ChatServer(policy, codec, SERVED_MODEL)

@@ -8,6 +8,7 @@ When the desired weights cannot be had, no request is answered (503), neither wi
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
                   ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
                   ──proved────────────────> ready
+                  ──lost afterwards───────> 503 with the reason, until a desired state has them loaded again
     by transfer   ──no seat, no group─────> engine untouched; the checkpoint is read at once
                   ──broken off────────────> 503 with the reason, until the checkpoint is loaded and proved
 
@@ -32,7 +33,15 @@ from typing import Any
 
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError, InfraError, StoreError
-from roundhouse.generation.protocol import Draw, Engine, EnginePoisoned, Generated, GenerationAborted, WeightsRefused
+from roundhouse.generation.protocol import (
+    Draw,
+    Engine,
+    EnginePoisoned,
+    Generated,
+    GenerationAborted,
+    WeightsLost,
+    WeightsRefused,
+)
 from roundhouse.retry import Backoff
 from roundhouse.weight_sync.base import (
     DirectTransport,
@@ -214,7 +223,7 @@ class ServedPolicy:
         """The engine's answer, with the versions that drew it. What a refit broke off begins again, on the new weights.
 
         Raises:
-            PolicyUnavailable: the desired weights are not in.
+            PolicyUnavailable: the desired weights are not in, or are no longer.
         """
         while True:
             async with self.answering() as version:
@@ -222,6 +231,9 @@ class ServedPolicy:
                     generated = await self.engine.generate(prompt_token_ids, draw)
                 except GenerationAborted:
                     continue
+                except WeightsLost as error:
+                    self._error = f"The weights are to be loaded again: {error}"
+                    raise PolicyUnavailable(self._error) from error
                 self._generated_tokens += len(generated.token_ids)
                 if generated.versions is None:
                     return replace(generated, versions=[(version, len(generated.token_ids))])
@@ -420,7 +432,7 @@ class ServedPolicy:
             # The error may be of the desired state before, while the newest is being applied.
             "failed_request": self._failed_request,
             "poisoned": self._poisoned,
-            # Of all answers, also of those whose client had gone; another counter begins at 0.
+            # Of whole answers: a caller that leaves ends its own before. Another counter begins at 0.
             "generated_tokens": self._generated_tokens,
             "token_counter": self._counter,
             "refits": self._refits,

@@ -1,7 +1,8 @@
 """Rollouts drawn at a server of SGLang by its own routes: `generation.endpoint.kind: sglang`.
 
 Invariant: only token IDs go there, and only token IDs with log-probabilities come back, each answer from the weights that this
-engine named: SGLang puts its `weight_version` into every answer, and another one than was set here fails the call.
+engine named: SGLang puts its `weight_version` into every answer, and another one than was set here fails the call and those
+after it, until the weights are loaded again.
 
     POST /generate                    input_ids, sampling_params, return_logprob
                                       ──> meta_info: output_token_logprobs [[log-prob, id, null], …], weight_version
@@ -25,7 +26,7 @@ from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.openai_engine import OpenAIEngine
-from roundhouse.generation.protocol import BadReply, Draw, EnginePoisoned, EngineUnreachable, Generated
+from roundhouse.generation.protocol import BadReply, Draw, EnginePoisoned, EngineUnreachable, Generated, WeightsLost
 from roundhouse.trajectories.records import SEEDS
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class SGLangEngine(OpenAIEngine):
         """See `OpenAIEngine.generate`.
 
         Raises:
-            EnginePoisoned: the server holds other weights than it was given: it was started again, or others load there.
+            WeightsLost: the server holds other weights than it was given: it was started again, or others load there.
         """
         sampling = {
             "max_new_tokens": draw.max_tokens,
@@ -107,7 +108,7 @@ class SGLangEngine(OpenAIEngine):
         except (KeyError, TypeError, AttributeError) as error:
             raise BadReply(f"It returned no meta_info: {str(reply)[:200]}") from error
         if self._label is not None and found != self._label:
-            raise EnginePoisoned(
+            raise WeightsLost(
                 f"{self._endpoint.url} answers by the weights {found!r}, and was given {self._label!r}: it was started again, "
                 "or something else loads weights there."
             )

@@ -5,7 +5,8 @@ that drew it here as there. Who may say which weights are wanted is decided by a
 everybody is the same user, may it be left out.
 
     POST /rh/desired   {"generation": {…}, "model_dir": "…", "desired": {"policy_version": 3, "weights": "file:///…"}}
-                    starts the engine, replaces it when its arguments changed, and refits it in place
+                    starts the engine, replaces it when its arguments changed, and refits it in place. The old one ends
+                    before the new one starts: a GPU has not room for both. Meanwhile requests are answered 503.
     …               as a replica: /v1/chat/completions, /rh/status, /rh/replicas, /health
 
     ROUNDHOUSE_ENGINE_TOKEN=… python -m roundhouse.generation.standalone --port 9000
@@ -63,7 +64,7 @@ class StandaloneEngine:
         self._server: ChatServer | None = None
         self._application = ""
         self._changing = asyncio.Lock()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[dict[str, Any]]] = set()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +76,8 @@ class StandaloneEngine:
         elif scope["path"] == "/rh/replicas":
             await reply_json(send, 200, {"replicas": []})
         else:
-            await reply_error(send, 503, "policy_unavailable", "No engine was asked for yet (POST /rh/desired).")
+            text = "There is no engine: it is being started, or is to be asked for (POST /rh/desired)."
+            await reply_error(send, 503, "policy_unavailable", text)
 
     async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if not await authorized(scope, send, self._token, f"the engine's token ({TOKEN_VARIABLE})"):
@@ -97,24 +99,29 @@ class StandaloneEngine:
             await reply_json(send, 202, {"replicas": []})
             return
         try:
-            await asyncio.shield(task)
+            status = await asyncio.shield(task)
         except Exception as error:
             logger.exception("the engine cannot be started")
             await reply_error(send, 500, "engine_error", f"{type(error).__name__}: {error}")
             return
-        assert self._policy is not None
-        await reply_json(send, 200, {"replicas": [self._policy.status()]})
+        await reply_json(send, 200, {"replicas": [status]})
 
-    async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> None:
+    async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> dict[str, Any]:
+        """The engine's status, once it was brought to what is wanted."""
         async with self._changing:
             digest = application_digest(arguments)
             if self._policy is None or digest != self._application:
                 config = GenerationConfig.model_validate(arguments["generation"])
-                policy, server = await start_policy(config, arguments["model_dir"], f"process-{os.getpid()}", digest)
                 if self._policy is not None:
-                    self._policy.engine.shutdown()
-                self._policy, self._server, self._application = policy, server, digest
+                    engine, self._policy, self._server = self._policy.engine, None, None
+                    engine.shutdown()
+                    del engine  # its memory goes with it
+                self._policy, self._server = await start_policy(
+                    config, arguments["model_dir"], f"process-{os.getpid()}", digest
+                )
+                self._application = digest
             await self._policy.apply(wanted)
+            return self._policy.status()
 
 
 @functools.cache

@@ -148,12 +148,14 @@ def generate_batch(
     stop_token_ids: frozenset[int],
     between: Between = lambda: None,
     version: Callable[[], int] | None = None,
+    is_wanted: Callable[[int], bool] = lambda row: True,
 ) -> list[Generated]:
     """Answer several prompts together; each row ends at a stop token or at its own limit.
 
     Args:
         between: may change the model's weights.
         version: tells which the model holds; without it, the answers say nothing of versions.
+        is_wanted: whether somebody still waits for a row; the batch ends when the others are finished.
 
     Raises:
         GenerationAborted: new weights came, and the batch was not to continue with them.
@@ -166,7 +168,7 @@ def generate_batch(
     rows, made = [_Row(draw) for draw in draws], generators(draws)
     cache: Any = None
     with torch.inference_mode():
-        while not all(row.finished for row in rows):
+        while any(not row.finished and is_wanted(place) for place, row in enumerate(rows)):
             if (change := between()) is not None:
                 if change.running == "restart":
                     raise GenerationAborted(f"Version {change.version} came while the answer was drawn.")
@@ -272,6 +274,8 @@ class BatchingEngine(ABC):
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
         self._loop: asyncio.Task[None] | None = None
+        self._answering: list[asyncio.Future[Generated]] = []
+        """Those that wait for the rows of the running batch."""
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
         """See `Engine.generate`."""
@@ -291,6 +295,7 @@ class BatchingEngine(ABC):
         """Answer a batch; called in the thread."""
 
     async def _answer(self, batch: Sequence[Waiting]) -> None:
+        self._answering = [future for *_, future in batch]
         try:
             answers = await self._run(self._answers, [item[0] for item in batch], [item[1] for item in batch])
         except Exception as error:  # noqa: BLE001 (border of a batch: each request gets the cause)
@@ -412,9 +417,11 @@ class TransformersEngine(BatchingEngine):
                 await self._answer(batch)
 
     def _answers(self, prompts: list[list[int]], draws: list[Draw]) -> list[Generated]:
-        between, stops = self._do_what_was_asked, self._codec.stop_token_ids
+        between, stops, waiting = self._do_what_was_asked, self._codec.stop_token_ids, self._answering
         with self._computing() as model:
-            return generate_batch(model, prompts, draws, stops, between, lambda: self._version)
+            return generate_batch(
+                model, prompts, draws, stops, between, lambda: self._version, lambda row: not waiting[row].done()
+            )
 
     def _build(self) -> Any:
         return build_model(self._model_dir, self.config)

@@ -348,6 +348,11 @@ def tool_parser(name: str, tokenizer: Any) -> ToolParser:
         request = _parser_request(b"[]" if hermes else orjson.dumps(tools))
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [tool_call(call.function.name, call.function.arguments) for call in found.tool_calls]
+        try:
+            for call in found.tool_calls:
+                (call.function.name + call.function.arguments).encode()
+        except UnicodeEncodeError:  # a lone surrogate, which no JSON carries
+            return text, []
         return (found.content or None, calls) if found.tools_called else (text, [])
 
     return parse

@@ -11,6 +11,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import Draw, EnginePoisoned
+from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
 from roundhouse.generation.sglang_engine import SGLangEngine
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration, read_rollouts
@@ -25,6 +26,7 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.trajectories.records import Status
 from roundhouse.trajectories.validation import validate
+from roundhouse.weight_sync.replica_state import DesiredPolicy
 from tests.generation.foreign_servers import FakeSGLang, PlainServer
 from tests.generation.test_openai_engine import settings
 from tests.gym.playground import serving
@@ -151,6 +153,24 @@ async def test_answers_by_other_weights_than_were_given_are_refused(model: Path,
             await engine.generate([3, 4, 5], Draw(max_tokens=4))
         with pytest.raises(EnginePoisoned, match=r"Failed to get weights iterator.* same path"):
             await engine.load_weights(str(tmp_path / "nowhere"), 4)
+
+
+async def test_weights_that_the_server_lost_are_loaded_by_the_next_desired_state_of_the_same_version(
+    model: Path, tmp_path: Path
+) -> None:
+    server = FakeSGLang(model)
+    with serving(server.app) as url:
+        config = run_at(tmp_path, url, model, kind="sglang", weight_update="sglang").config.generation
+        engine = SGLangEngine(config, ChatCodec(str(model), config.max_model_len))
+        await engine.start()
+        policy = ServedPolicy(engine, str(model), "r1")
+        await policy.apply(DesiredPolicy(3, str(model), request=1))
+        server.version = "default"  # it was started again
+        with pytest.raises(PolicyUnavailable, match="answers by the weights 'default'"):
+            await policy.answer([3, 4, 5], Draw(max_tokens=4))
+        assert not policy.status()["ready"]
+        await policy.apply(DesiredPolicy(3, str(model), request=2))
+        assert (await policy.answer([3, 4, 5], Draw(max_tokens=4))).versions == [(3, 4)]
 
 
 @pytest.mark.parametrize(

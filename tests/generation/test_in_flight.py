@@ -7,11 +7,13 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from roundhouse.config.models import GenerationConfig
+from roundhouse.generation import transformers_engine
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import Draw, EnginePoisoned, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, ServedPolicy
@@ -135,3 +137,22 @@ async def test_a_replica_tells_the_digest_of_what_it_loaded_and_what_it_computes
     expected = tiny.reference_logprobs(policies["second"], ids[:1], ids[1:])
     assert second["probe"] == pytest.approx(expected, abs=1e-4)
     assert max(abs(a - b) for a, b in zip(first["probe"], second["probe"], strict=True)) > 0.1
+
+
+async def test_a_cancelled_answer_is_not_drawn_to_its_end(
+    policy: ServedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, draw_row = list[int](), transformers_engine.draw_row
+
+    def counted(*arguments: Any) -> tuple[int, float]:
+        token, log_prob = draw_row(*arguments)
+        drawn.append(token)
+        return token, log_prob
+
+    monkeypatch.setattr(transformers_engine, "draw_row", counted)
+    task = asyncio.create_task(policy.answer(PROMPT, Draw(max_tokens=400, seed=3)))
+    while not drawn:  # noqa: ASYNC110 (a look into the engine, without a hook for it)
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await policy.answer(PROMPT, Draw(max_tokens=1, seed=3))
+    assert len(drawn) < 200

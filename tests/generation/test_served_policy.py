@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
@@ -91,6 +92,28 @@ async def test_a_refit_waits_for_requests_inside_and_those_that_come_wait_for_it
     engine.slow.set()
     await refit
     assert (await inside, await later) == (1, 2)
+
+
+async def test_a_caller_that_leaves_ends_its_generation_and_no_refit_waits_for_it(policy, engine, policies):
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=1))
+    engine.slow.clear()
+    application = ChatServer(policy, ChatCodec(str(policies["first"]), 64), "policy")
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 (it has no event)
+        await asyncio.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/chat/completions"
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(url, json={"messages": [{"role": "user", "content": "hi"}]}, timeout=0.5)
+        async with asyncio.timeout(10):
+            await policy.apply(DesiredPolicy(2, str(policies["second"]), request=2))
+        assert policy.status()["policy_version"] == 2
+    finally:
+        engine.slow.set()
+        server.should_exit = True
+        await serving
 
 
 async def test_tokens_of_every_answer_are_counted_and_another_policy_counts_anew(policy, engine, policies):

@@ -20,8 +20,10 @@ import pytest
 from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig, Sampling
 from roundhouse.errors import DeploymentFailed
+from roundhouse.generation import transformers_engine
 from roundhouse.generation.client import HttpPolicyClient
-from roundhouse.generation.deployment import EngineGone, ProcessEngine
+from roundhouse.generation.deployment import EngineGone, ProcessEngine, engine_arguments
+from roundhouse.generation.standalone import StandaloneEngine
 from tests.chaos.nursery import Child, Nursery
 from tests.generation import tiny
 
@@ -133,6 +135,58 @@ def test_control_calls_need_the_token_and_answers_do_not(
         monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
         engine.ensure(CONFIG, model, model, 1)
         assert draw(engine, calls=1)[0][0] == 1
+
+
+def test_control_calls_go_through_no_proxy_of_the_environment(
+    engine: ProcessEngine, policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    (replica,) = engine.ensure(CONFIG, str(policies["first"]), str(policies["first"]), 1)
+    assert replica.ready
+
+
+class OneGpu(transformers_engine.TransformersEngine):
+    """Its GPU has room for one engine."""
+
+    taken, broken = False, False
+
+    async def start(self) -> None:
+        if OneGpu.taken:
+            raise RuntimeError("out of memory")
+        OneGpu.taken = True
+        await super().start()
+        if OneGpu.broken:
+            raise RuntimeError("cannot start")
+
+    def shutdown(self) -> None:
+        OneGpu.taken = False
+        super().shutdown()
+
+
+async def test_another_engine_starts_in_the_room_of_the_old_one_and_one_that_cannot_start_leaves_room(
+    policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_engine, "TransformersEngine", OneGpu)
+    model = str(policies["first"])
+    transport = httpx.ASGITransport(StandaloneEngine())
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
+
+        async def ask_for(max_model_len: int) -> int:
+            generation = engine_arguments(CONFIG.model_copy(update={"max_model_len": max_model_len}))
+            desired = {"policy_version": 1, "weights": model}
+            body = {"generation": generation, "model_dir": model, "desired": desired}
+            return (await client.post("/rh/desired", json=body)).status_code
+
+        assert [await ask_for(length) for length in (512, 256)] == [200, 200]
+        monkeypatch.setattr(OneGpu, "broken", True)
+        assert await ask_for(128) == 500
+        refused = await client.post("/v1/chat/completions", json={"messages": tiny.TOOL_MESSAGES})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "policy_unavailable")
+        monkeypatch.setattr(OneGpu, "broken", False)
+        assert await ask_for(128) == 200
+        assert (await client.get("/health")).status_code == 200
 
 
 def test_beyond_the_loopback_interface_it_does_not_start_without_a_token() -> None:

@@ -34,6 +34,7 @@ from roundhouse.store.stage import Reference, Stage, read_manifest, read_table
 from roundhouse.trajectories.records import Ledger, Rollout, digest_tokens
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.collecting import collect
+from tests.trajectories.collected import collected
 
 SIZE = 4
 
@@ -229,3 +230,12 @@ def test_a_turn_that_the_store_lost_is_missed(run: Run, start: Reference, rollou
     attempt.write_table("rollouts", rollouts_table(rollouts))
     validated = validate_iteration(run, 1, attempt.commit(), vocabulary_size(run))
     assert read_manifest(validated).details["reasons"] == {"no_turns": 1}
+
+
+def test_a_text_that_nests_too_deep_for_a_call_is_proved_as_text() -> None:
+    batch = collected("calculator").again()
+    rollout = next(each for each in batch.rollouts if any(item.get("type") == "function_call" for item in each.items))
+    text = "<tool_call>" + "[" * 2000
+    rollout.items[-1]["content"][0]["text"] = text
+    rollout.turns[-1].generation_token_ids = batch.text._tokenizer.encode(text).ids
+    assert batch.text.prove(rollout)
