@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from roundhouse.config.environments import (
     CommandEnvironment,
@@ -53,6 +53,7 @@ from roundhouse.environments.base import (
 )
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, RolloutAttempt, ToolLoop, checked_verdict
+from roundhouse.rollout.conversation import Conversation
 from roundhouse.rollout.plan import WeightedTasks
 from roundhouse.rollout.protocol import (
     Agent,
@@ -66,7 +67,7 @@ from roundhouse.rollout.protocol import (
     ToolEnvironment,
     VerifierFailed,
 )
-from roundhouse.rollout.responses import assistant_items, chat_messages, chat_tools, response_object
+from roundhouse.rollout.responses import assistant_items, chat_tools, response_object
 from roundhouse.rollout.rubric import JudgedEnvironment
 
 
@@ -89,11 +90,18 @@ def first_question(config: EnvironmentConfig) -> tuple[list[dict[str, Any]], lis
     return first_messages(task), tools_of(task)
 
 
-def first_messages(task: TaskRow | None) -> list[dict[str, Any]]:
-    """The messages that a task row begins with, in chat shape; a word to answer where it has none."""
-    given = (task or {}).get("responses_create_params", {}).get("input") or "Say a word."
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return chat_messages(items)
+def first_messages(task: TaskRow | None, system_prompt: str | None = None) -> list[dict[str, Any]]:
+    """The messages that a rollout of the row begins with, in chat shape; a word to answer where it has none.
+
+    Args:
+        system_prompt: `rollout.system_prompt`, or that of the row's environment.
+
+    Raises:
+        BadTaskRow, UnsupportedItem: the row's input or tools cannot be used.
+    """
+    params = (task or {}).get("responses_create_params", {})
+    row = {"responses_create_params": {**params, "input": params.get("input") or "Say a word."}}
+    return Conversation(row, "msg", system_prompt).messages
 
 
 @contextmanager
@@ -361,6 +369,20 @@ class MixtureClient(ClosedOnExit):
         name, own = split_row(row)
         part: Any = self._parts[name]
         return await part.restore_session(own, snapshot)
+
+    async def __aenter__(self) -> Self:
+        """Enter each environment.
+
+        Raises:
+            ConfigError: what one of them connects to, such as an MCP server, cannot be reached.
+        """
+        try:
+            for part in self._parts.values():
+                await part.__aenter__()
+        except BaseException:
+            await self.close()
+            raise
+        return self
 
     async def close(self) -> None:
         for part in self._parts.values():

@@ -435,7 +435,8 @@ class Dialogue:
         rollout.task = {**rollout.task, "responses_create_params": self.conversation.params}
 
     async def ask(self) -> Reply | None:
-        """The policy's next reply, recorded. None: the conversation has outgrown the model's context.
+        """The policy's next reply, recorded. None: the conversation fills `rollout.max_tokens`, or has outgrown the model's
+        context.
 
         Raises:
             ContextOverflow: already the task does not fit, and that is not to be judged.
@@ -443,6 +444,8 @@ class Dialogue:
         """
         conversation, limit = self.conversation, self._attempt.config.max_tokens
         room = limit - len(conversation.chain.tokens)
+        if room <= 0:
+            return None
         try:
             completion = await self._complete(len(conversation.turns), room)
         except ContextOverflow:

@@ -3,9 +3,9 @@
 A policy and an environment are wrapped so that an agent cannot tell recorded answers from live ones.
 
 Invariants: a recorded reply is given to no other request than the one that it answered (messages, tools, sampling and seed, by
-digest), and only when the environment had answered what it had answered then. Where anything differs, `divergence` says what,
-and the attempt's outcome is void: the rollout has to start afresh. After the last recorded call, engine and environment are
-asked as usual, under the same seeds.
+digest), with the prompt that the engine saw (its tokens, by digest), and only when the environment had answered what it had
+answered then. Where anything differs, `divergence` says what, and the attempt's outcome is void: the rollout has to start
+afresh. After the last recorded call, engine and environment are asked as usual, under the same seeds.
 
     recorded before                  call 0 ── tool ── call 1
     resumed, environment replays     call 0    TOOL    call 1 ── TOOL ── CALL 2 …       CAPITALS: really called
@@ -31,6 +31,7 @@ where there is something on record that cannot be used, the reason is counted. M
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
@@ -56,7 +57,7 @@ from roundhouse.rollout.protocol import (
     Snapshotting,
     ToolEnvironment,
 )
-from roundhouse.trajectories.records import FailureKind, Rollout, Turn
+from roundhouse.trajectories.records import FailureKind, Rollout, Turn, digest_tokens
 from roundhouse.trajectories.schemas import TURNS
 
 log = logging.getLogger(__name__)
@@ -112,20 +113,25 @@ class RecordedCall:
     def turn(self) -> Turn | None:
         return self.turns[self.place] if self.place < len(self.turns) else None
 
-    def completion(self, before: list[int]) -> Completion:
-        """The reply as the engine gave it; `before` is prompt and generation of the call before it."""
+    @property
+    def finished_turn(self) -> Turn:
+        """Of a call that is played back."""
         assert self.turn is not None, "only finished calls are played back"
+        return self.turn
+
+    def completion(self, prompt: list[int]) -> Completion:
+        """The reply as the engine gave it to `prompt`, whose tokens are those of all calls that it continues."""
         assert self.message is not None, "only calls of environments that can be restored are played back"
-        added = self.turn.prompt_token_ids
+        turn = self.finished_turn
         return Completion(
             message=self.message,
-            finish_reason=self.turn.finish_reason,
-            prompt_token_ids=added if self.turn.parent is None else before + added,
-            generation_token_ids=self.turn.generation_token_ids,
-            generation_log_probs=self.turn.generation_log_probs,
-            policy_version=self.turn.policy_version,
-            latency_seconds=self.turn.latency_seconds,
-            version_spans=self.turn.version_spans,
+            finish_reason=turn.finish_reason,
+            prompt_token_ids=prompt,
+            generation_token_ids=turn.generation_token_ids,
+            generation_log_probs=turn.generation_log_probs,
+            policy_version=turn.policy_version,
+            latency_seconds=turn.latency_seconds,
+            version_spans=turn.version_spans,
         )
 
 
@@ -217,7 +223,7 @@ class Divergence:
     """Why recorded calls could not be replayed to their end."""
 
     reason: str
-    """Short and stable: other_request, other_answer, not_restored, ended_early."""
+    """Short and stable: other_request, other_prompt, other_answer, not_restored, ended_early."""
     detail: str
 
 
@@ -241,8 +247,6 @@ class RecordedCalls:
         self._next = 0
         self._answers: list[dict[str, Any] | None] = []
         """The environment's, since the newest call."""
-        self._tokens: list[int] = []
-        """Prompt and generation of the newest call that was replayed."""
         self._cause: Divergence | None = None
 
     @property
@@ -272,13 +276,23 @@ class RecordedCalls:
         call = self._recorded[self._next]
         if call.request != request or len(self._answers) != len(call.answers):
             raise self._diverged("other_request", f"call {call.number} is not the one that was recorded")
-        completion = call.completion(self._tokens)
-        self._tokens = completion.prompt_token_ids + completion.generation_token_ids
+        prompt = self._prompt(call.finished_turn)
+        if digest_tokens(prompt) != call.finished_turn.prompt_digest:
+            detail = f"the recorded calls do not give the prompt that the engine saw in call {call.number}"
+            raise self._diverged("other_prompt", detail)
         self._answers = []
         self._next += 1
         if self._next == len(self._recorded):
             self._recorder.went_on(Resumption(call.rollout_id, self._next))
-        return completion
+        return call.completion(prompt)
+
+    def _prompt(self, turn: Turn) -> list[int]:
+        """The whole prompt, from what the calls added that it continues: not always the one before."""
+        parts = [turn.prompt_token_ids]
+        while turn.parent is not None:
+            turn = self._recorded[turn.parent].finished_turn
+            parts += [turn.generation_token_ids, turn.prompt_token_ids]
+        return list(itertools.chain.from_iterable(reversed(parts)))
 
     def record(self, rollout: Rollout, completion: Completion, request: str = "", snapshot: str | None = None) -> None:
         """The engine has answered. Where nothing can be replayed, only the fact is noted, and how many tokens it generated."""

@@ -108,6 +108,16 @@ async def test_a_conversation_that_outgrows_the_context_is_truncated():
     )
 
 
+async def test_an_action_that_uses_the_last_token_is_the_last():
+    whole = await play(says("1"), row=climb_row(top=99), max_turns=2)
+    used = whole.turns[1].prompt_length + len(whole.turns[1].generation_token_ids)
+    policy = ScriptedPolicy(by_turn(says("1")))
+    client, config = LocalEpisodeClient(Mountain()), rollout_config(max_tokens=used)
+    rollout = await run_rollout(spec_of(climb_row(top=99)), policy, client, config, SAMPLING)
+    assert (rollout.status, rollout.finish_reason) == (Status.TRUNCATED, "max_tokens")
+    assert (rollout.reward, len(policy.limits)) == (pytest.approx(0.2), 2)
+
+
 async def test_a_reply_cut_by_length_is_still_an_action():
     rollout = await play(says("1", finish_reason="length"), says("2"))
     assert (rollout.status, rollout.reward) == (Status.COMPLETED, pytest.approx(0.3))

@@ -1,13 +1,15 @@
 """Tools of a real MCP server beside an environment's own."""
 
+import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from mcp.server.mcpserver import MCPServer
 
 from roundhouse.compat.mcp import McpConnection, McpEnvironment
-from roundhouse.config.environments import CustomEnvironment
+from roundhouse.config.environments import CustomEnvironment, MixtureEnvironment
 from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
@@ -136,12 +138,27 @@ async def test_a_remote_environment_gets_mcp_tools_by_configuration(url: str, tm
     assert outputs(rollout)[0] == "2"
 
 
-async def test_an_environment_of_ones_own_gets_mcp_tools_by_configuration(url: str):
-    config = CustomEnvironment(kind="custom", target=f"{__name__}:Spelling", mcp_servers={"library": url})
+def spelling(url: str) -> CustomEnvironment:
+    return CustomEnvironment(kind="custom", target=f"{__name__}:Spelling", mcp_servers={"library": url})
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+async def test_an_environment_of_ones_own_gets_mcp_tools_by_configuration(url: str, mixed: bool):
+    config = MixtureEnvironment(kind="mixture", environments={"mine": spelling(url)}) if mixed else spelling(url)
     policy = ScriptedPolicy(by_turn(calls(("mcp__library__define", {"word": "rail"})), says("ok")))
     async with open_environment(config) as environment:
-        rollout = await run_rollout(spec_of(), policy, environment, rollout_config(), SAMPLING)
+        spec = spec_of(environment.tasks("train")[0])
+        rollout = await run_rollout(spec, policy, environment, rollout_config(), SAMPLING)
     assert (rollout.status, rollout.reward) == (Status.COMPLETED, 1.0)
+    assert outputs(rollout) == ["rail is a word"]
+
+
+async def test_a_mixture_that_cannot_connect_to_one_server_leaves_no_connection_to_another(url: str):
+    parts = {"mine": spelling(url), "lost": spelling(f"http://127.0.0.1:{free_port()}/mcp")}
+    with pytest.raises(ConfigError, match=r"mcp_servers\.library is http://"):
+        async with open_environment(MixtureEnvironment(kind="mixture", environments=parts)):
+            pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_a_world_of_ones_own_takes_no_mcp_servers():
@@ -161,6 +178,34 @@ async def test_a_server_that_goes_away_fails_the_attempt_as_infrastructure():
     with pytest.raises(EnvironmentUnreachable, match="library"):
         await connection.call(name, {})
     await connection.close()
+
+
+@pytest.mark.parametrize("waiting", [1, 8])
+async def test_a_server_that_was_away_is_used_again_by_the_rollouts_after_it_is_back(waiting: int):
+    def library() -> Any:
+        server = MCPServer("library")
+        server.tool("one", description="One.")(lambda: 1)
+        return server.streamable_http_app()
+
+    port = free_port()
+    environment = McpEnvironment(LocalEnvironmentClient(Counter()), {"library": f"http://127.0.0.1:{port}/mcp"})
+    call = ("mcp__library__one", {})
+    with serving(library(), port):
+        await environment.__aenter__()
+        earlier = await environment.seed_session(counter_row())
+    with pytest.raises(EnvironmentUnreachable):
+        await earlier.call_tool(*call)
+    found = await asyncio.gather(
+        *(environment.seed_session(counter_row()) for _ in range(waiting)), return_exceptions=True
+    )
+    assert {type(each) for each in found} == {EnvironmentUnreachable}, "it is still away"
+    with serving(library(), port):
+        sessions = await asyncio.gather(*(environment.seed_session(counter_row()) for _ in range(waiting)))
+        assert [(await session.call_tool(*call)).text for session in sessions] == ["1"] * waiting
+        with pytest.raises(EnvironmentUnreachable):
+            await earlier.call_tool(*call)
+    await environment.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_a_world_that_answers_its_own_calls_takes_no_mcp_servers():

@@ -156,6 +156,37 @@ def test_the_tasks_of_a_run_are_those_that_fit_in_the_order_and_for_the_passes_t
         chosen(1)
 
 
+LONG = "Take great care. " * 50
+
+
+@pytest.mark.parametrize(
+    ("params", "rollout", "fitting"),
+    [
+        ({"instructions": LONG}, {}, "b/t1"),
+        ({"instructions": "Add."}, {"system_prompt": LONG}, "a/t0"),
+        ({}, {"environments": {"a": {"system_prompt": LONG}}}, "b/t1"),
+    ],
+)
+def test_the_prompt_that_has_to_fit_has_instructions_and_the_environments_system_prompt(
+    tmp_path: Path, params: dict[str, Any], rollout: dict[str, Any], fitting: str
+) -> None:
+    rows = [task_row("3*4", task_id=f"t{place}", agent_ref={"name": name}) for place, name in enumerate("ab")]
+    rows[0]["responses_create_params"] |= params
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    environments = {name: {"kind": "calculator"} for name in "ab"}
+    tree = {
+        "run_id": "r",
+        "store": str(tmp_path / "store"),
+        "infra": {"state": str(tmp_path / "state")},
+        "environment": {"kind": "mixture", "environments": environments, "train_tasks": str(tmp_path / "rows.jsonl")},
+        "policy": {"kind": "pretrained", "path": str(make_model(tmp_path / "policy", seed=1))},
+        "rollout": {"max_prompt_tokens": 100} | rollout,
+    }
+    run = open_run(parse_config(tree))
+    starting_policy(run)
+    assert [row["task_id"] for row in training_tasks(run)] == [fitting]
+
+
 def test_a_target_is_reached_by_its_metric(tmp_path: Path) -> None:
     def reaches(reward: float, **finish: Any) -> bool:
         tree = {"run_id": f"r{reward}", "store": str(tmp_path), "finish": finish}
