@@ -1,15 +1,15 @@
 """Which part files of a store are data.
 
 Invariant: a part of a complete stage is one that the stage's manifest names, so what an interrupted or losing attempt left is
-never read. Where unfinished stages are asked for too, each gives the parts of its newest attempt that has any, and they are
-marked: attempts are never mixed.
+never read. Where unfinished stages are asked for too, each gives the parts of its newest attempt that has any, or, where shards
+collect it, of the newest writer of each shard, and they are marked: since a writer writes anew what it takes over from one
+before, no rollout comes twice. With several rounds of shards, those are of the newest round.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +20,7 @@ import pyarrow.dataset as ds
 from pyarrow import fs
 
 from roundhouse.errors import StoreError
+from roundhouse.store import bucket
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.stage import MANIFEST, Manifest
 
@@ -29,7 +30,9 @@ READERS = 16
 _STAGE_FILE = re.compile(r"(?P<run>[^/]+)/iterations/(?P<iteration>\d+)/(?P<stage>[^/]+)/(?P<file>[^/]+)")
 _CHECKPOINT = re.compile(r"(?P<run>[^/]+)/checkpoints/(?P<version>\d+)/" + re.escape(MANIFEST))
 _DATASET_FILE = re.compile(r"(?P<dataset>[^/]+)/(?P<version>[^/]+)/(?P<file>[^/]+)")
-_PART = re.compile(r"(?P<dataset>[a-z_]+)-a(?P<attempt>\d+)-\d+\.parquet")
+_PART = re.compile(
+    r"(?P<dataset>[a-z_]+)-a(?P<attempt>\d+)(?:-(?P<shard>s\d+of(?P<count>\d+))-(?P<writer>\d+))?-\d+\.parquet"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +70,28 @@ class StageFiles:
     def parts(self, dataset: str) -> list[Part]:
         """The dataset's parts, in the order they were written; none when there is no such dataset."""
         if self.manifest is not None:
-            named: dict[str, int | None] = {entry.path: entry.size for entry in self.manifest.files}
-        else:
-            by_attempt: dict[str, list[str]] = {}
-            for name in self.names:
-                if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset:
-                    by_attempt.setdefault(match["attempt"], []).append(name)
-            named = dict.fromkeys(sorted(by_attempt[max(by_attempt)]) if by_attempt else [])
-        return [
-            Part(f"{self.uri}/{name}", dataset, self.complete, size)
-            for name, size in named.items()
-            if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset
-        ]
+            entries = self.manifest.files
+            named = {
+                e.path: e.size for e in entries if e.path.startswith(f"{dataset}-") and e.path.endswith(".parquet")
+            }
+            return [Part(f"{self.uri}/{name}", dataset, True, size) for name, size in named.items()]
+        return [Part(f"{self.uri}/{name}", dataset, False) for name in _newest(self.names, dataset)]
+
+
+def _newest(names: Iterable[str], dataset: str) -> list[str]:
+    """Those of the newest attempt's parts, or of the newest writer of each shard where that attempt has shards (`Stage.join`).
+    Another attempt with as many shards has the same ones."""
+    found = [match for name in names if (match := _PART.fullmatch(name)) is not None and match["dataset"] == dataset]
+    if not found:
+        return []
+
+    def writer(match: re.Match[str]) -> tuple[int, int]:
+        return int(match["attempt"]), int(match["writer"] or 0)
+
+    count = max(found, key=writer)["count"]
+    alike = [match for match in found if match["count"] == count]
+    newest = {match["shard"]: writer(match) for match in sorted(alike, key=writer)}
+    return sorted(match.string for match in alike if writer(match) == newest[match["shard"]])
 
 
 def runs_stages(
@@ -228,7 +241,7 @@ def columns_found(stages: Sequence[StageFiles], dataset: str, known: pa.Schema) 
 def located(uri: str) -> tuple[fs.FileSystem, str]:
     """Arrow's own file system of a URI, and the path in it."""
     scheme, path = uri.split("://", 1)
-    return (fs.LocalFileSystem(), path) if scheme == "file" else (_bucket(os.environ.get("AWS_ENDPOINT_URL")), path)
+    return (fs.LocalFileSystem(), path) if scheme == "file" else (_bucket(bucket.endpoint()), path)
 
 
 @functools.cache

@@ -44,9 +44,9 @@ class StoreUnavailable(StoreError, InfraError):
     """The bucket did not answer in time. Nothing is damaged; the same work may succeed later."""
 
 
-def endpoint() -> str:
-    """Where buckets are looked for."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS's own endpoint"
+def endpoint() -> str | None:
+    """Where buckets are looked for; None: at AWS itself."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 def open_bucket() -> Any:

@@ -2,7 +2,9 @@
 
 Invariants: a directory of a checkpoint is handed out only when every file has the digest of its manifest, and a download
 that broke off is never taken for a whole one. Every upload has a place of its own, so nothing that was published is ever
-written again, even if another process believes it drives the run. Of a file only a bounded part is in memory at a time.
+written again, even if another process believes it drives the run. Of a file only a bounded part is in memory at a time. Of the
+checkpoints that were downloaded from a bucket, `KEPT_DOWNLOADS` stay, the last used, and those that a process reads: it holds a
+lock of the kernel's (flock) on the directory, which ends with the process.
 
     checkpoints/000012/a0002-1f3c9a2e/config.json, model.safetensors …, trainer/…     of the train stage's second attempt
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
@@ -19,17 +21,18 @@ and written.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roundhouse.config.models import RunConfig
@@ -40,6 +43,10 @@ from roundhouse.store.stage import FileEntry, Manifest, ModelFiles, Reference, f
 
 DIGESTS = "digests.json"
 """Beside files that were hashed as they were written, until they are uploaded; no part of a checkpoint."""
+KEPT_DOWNLOADS = 4
+"""Room for two runs at a time, each with a version that changes every step and a reference that every step reads."""
+_DOWNLOAD = re.compile(r"[0-9a-f]{24}")
+_DOOMED = "deleted-"
 
 
 class FileDigests(BaseModel):
@@ -131,20 +138,33 @@ def upload_model(location: Location, attempt: str, directory: Path, *, move: boo
 
 
 def local_directory(checkpoint: Reference, cache: Path) -> Path:
-    """The checkpoint's files on this machine, digests checked: in place on a file store, else downloaded once.
+    """The checkpoint's files on this machine, digests checked: in place on a file store, else downloaded once. What was
+    downloaded is not deleted before this process ends.
 
     Raises:
         StoreError: a file is missing or damaged.
     """
-    manifest = read_manifest(checkpoint)
     location = Location(checkpoint.uri)
     if location.is_local:
+        manifest = read_manifest(checkpoint)
         _refuse_damaged(location, manifest.files)
         return _in_place(location, manifest)
-    target = cache / checkpoint.digest[:24]
-    if target.is_dir():
-        return target
-    staging = _staging(cache)
+    directory, _ = _downloaded(checkpoint, cache)  # the lock is never closed
+    return directory
+
+
+def _downloaded(checkpoint: Reference, cache: Path) -> tuple[Path, int]:
+    """Where a remote checkpoint's files are, and the lock that keeps them there until it is closed."""
+    manifest, target = read_manifest(checkpoint), cache / checkpoint.digest[:24]
+    while (lock := _locked(target, fcntl.LOCK_SH)) is None:
+        _download(Location(checkpoint.uri), manifest, target)
+    os.utime(target)
+    _delete_unused(cache)
+    return target, lock
+
+
+def _download(location: Location, manifest: Manifest, target: Path) -> None:
+    staging = _staging(target.parent)
     try:
         for name, entry in manifest.model_files.by_name().items():
             digest, file = hashlib.sha256(), staging / name
@@ -155,9 +175,44 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
                     stream.write(chunk)
             if digest.hexdigest() != entry.sha256:
                 raise _damaged(location, entry, f"has digest {digest.hexdigest()[:12]}…")
-        return _placed(staging, target)
+        os.utime(staging)
+        _placed(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _locked(directory: Path, kind: int) -> int | None:
+    """A lock on a downloaded checkpoint; None when it is not there, or cannot be had now."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        had = True
+    except OSError as error:  # on a file system without such locks everything can be read, and nothing is deleted
+        had = kind == fcntl.LOCK_SH and not isinstance(error, BlockingIOError)
+    with suppress(FileNotFoundError):
+        if had and os.path.samestat(directory.stat(), os.fstat(descriptor)):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _delete_unused(cache: Path) -> None:
+    """Delete the downloads that no process reads, but the last used."""
+    found = []
+    for path in cache.iterdir():
+        with suppress(FileNotFoundError):  # another process deleted it
+            if _DOWNLOAD.fullmatch(path.name):
+                found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found, reverse=True)[KEPT_DOWNLOADS:]:
+        if (lock := _locked(path, fcntl.LOCK_EX)) is not None:
+            with suppress(OSError):  # it costs room, and the checkpoint that was asked for is there
+                path.rename(tempfile.mkdtemp(prefix=_DOOMED, dir=cache))
+            os.close(lock)
+    for doomed in cache.glob(f"{_DOOMED}*"):  # also what a process that was killed has left
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
@@ -170,7 +225,11 @@ def directory_checked_meanwhile(checkpoint: Reference, cache: Path) -> Iterator[
     """
     location = Location(checkpoint.uri)
     if not location.is_local:
-        yield local_directory(checkpoint, cache)
+        directory, lock = _downloaded(checkpoint, cache)
+        try:
+            yield directory
+        finally:
+            os.close(lock)
         return
     manifest = read_manifest(checkpoint)
     with ThreadPoolExecutor(1, thread_name_prefix="check") as pool:
@@ -326,13 +385,7 @@ def copy_object(source: Location, target: Location, name: str) -> str:
     if source.is_local and target.is_local and _linked(source.local_path / name, target.local_path / name):
         return target.stamp(name)[1]
     if not source.is_local and not target.is_local:
-        origin, copy = f"{source.uri}/{name}", f"{target.uri}/{name}"
-        try:
-            fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False).cp_file(origin, copy)
-        except OSError as error:
-            raise StoreError(
-                f"cannot copy {origin} to {copy}: {error}. May these credentials read the one and write the other?"
-            ) from error
+        target.copy_from(source, name)
         return target.stamp(name)[1]
     return target.write_streamed(name, source.read_streamed(name), source.size(name)).stamp
 

@@ -225,6 +225,22 @@ class Location:
                         raise
         return self.write_streamed(name, disk.chunks_of(path), size, sha256)
 
+    def copy_from(self, source: Location, name: str) -> None:
+        """Write or replace an object with the one of this name in another directory of a bucket; the server copies.
+
+        Raises:
+            NotFound: there is none.
+        """
+        origin = source._key(name)
+        with self._reported(f"copy {source.uri}/{name} to", name):
+            try:
+                self._request("cp_file", origin, self._key(name))
+            except PermissionError as error:
+                raise StoreError(
+                    f"cannot copy {source.uri}/{name} to {self.uri}/{name}: {masked_text(str(error))}. "
+                    "May these credentials read the one and write the other?"
+                ) from error
+
     def read_streamed(self, name: str) -> Iterator[bytes]:
         """The object's bytes, a bounded part at a time.
 
@@ -399,9 +415,9 @@ class Location:
             raise
         except FileNotFoundError as error:
             if not self.is_local and bucket.code_of(error) == "NoSuchBucket":
-                name = self._root.split("/", 1)[0]
+                name, where = self._root.split("/", 1)[0], bucket.endpoint() or "AWS's own endpoint"
                 raise NoBucket(
-                    f"cannot {verb} {place}: there is no bucket {name!r} at {bucket.endpoint()}. Create it, or correct `store`."
+                    f"cannot {verb} {place}: there is no bucket {name!r} at {where}. Create it, or correct `store`."
                 ) from error
             raise NotFound(f"cannot {verb} {place}: it does not exist") from error
         except FileExistsError as error:

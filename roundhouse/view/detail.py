@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_QUARANTINED = 2000
 """Rows of the quarantine that are shown."""
-_PART = re.compile(r"rollouts-(a\d+-\d+\.parquet)$")
+_PART = re.compile(r"rollouts-(a[^/]+\.parquet)$")
 
 
 class Details:
@@ -85,15 +85,16 @@ class Details:
             "missing": missing("dataset" if own.dataset else scope.stage, complete, iteration, verdict, streams),
             "siblings": [
                 {name: member[name] for name in ("rollout_id", "sample", "reward", "status", "reason", "advantage")}
-                for member in index.members(row["group_id"], exact=True)
-                if member["iteration"] == iteration
+                for member in index.members(row["group_id"], exact=True, iteration=iteration)
             ],
         }
 
-    def group(self, scope: Scope, group: str, *, exact: bool = True, limit: int = 64) -> list[dict[str, Any]]:
-        """The rollouts of a group with their conversations, for a look at them side by side."""
+    def group(
+        self, scope: Scope, group: str, *, exact: bool = True, iteration: int | None = None, limit: int = 64
+    ) -> list[dict[str, Any]]:
+        """The rollouts of a group with their conversations, for a look at them side by side; `iteration` keeps those of one."""
         index = self._indexes.at(scope)
-        members = index.members(group, exact=exact)[:limit]
+        members = index.members(group, exact=exact, iteration=iteration)[:limit]
         texts: dict[tuple[int, str], Any] = {}
         for iteration in {member["iteration"] for member in members}:
             own = next(stage for stage in index.stages if (stage.stage, stage.iteration) == (scope.stage, iteration))

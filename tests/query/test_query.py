@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from roundhouse.cli import app
 from roundhouse.errors import StoreError
 from roundhouse.query.database import TABLES, QueryError, run_query
 from roundhouse.stages.datasets import TaskDraw
-from tests.query.stores import begin_stage, write_dataset, write_run
+from roundhouse.store.stage import FileEntry
+from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests.query.stores import begin_stage, make_rollout, write_dataset, write_run
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,40 @@ def test_parts_that_no_manifest_names_are_not_data(tmp_path: Path) -> None:
     assert [tuple(row.values()) for row in rows(store, by_iteration)] == [(1, True, 12)]
     unfinished = rows(store, by_iteration, unfinished=True)
     assert [tuple(row.values()) for row in unfinished] == [(1, True, 12), (2, False, 2)]
+
+
+def test_what_shards_wrote_is_data_and_none_of_it_comes_twice(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    run = write_run(store, "a", iterations=1)
+    stage = run.stage(2, "collect")
+    attempts = [run.begin(stage, policy_version=1) for _ in range(2)]
+
+    def write(attempt: int, shard: int, rollouts: int) -> list[FileEntry]:
+        writer = stage.join(attempts[0].provenance, attempt, f"s{shard:04d}of0002")
+        made = [make_rollout(0, 2, shard, sample, 1, "hm") for sample in range(rollouts)]
+        return [writer.write_table("turns", turns_table(made)), writer.write_table("rollouts", rollouts_table(made))]
+
+    write(1, 1, 1)  # lost
+    write(1, 1, 2)  # lost with its driver
+    for entry in write(1, 2, 4) + write(2, 1, 3):
+        attempts[1].adopt(entry)
+    counted = (
+        "SELECT complete, count(*) AS n, count(DISTINCT rollout_id) AS ids FROM rollouts WHERE iteration = 2 GROUP BY 1"
+    )
+    assert rows(store, counted, unfinished=True) == [{"complete": False, "n": 7, "ids": 7}]
+    attempts[1].commit()
+    assert rows(store, counted) == [{"complete": True, "n": 7, "ids": 7}]
+
+
+@pytest.mark.parametrize("store_uri", ["s3"], indirect=True)
+@pytest.mark.parametrize("of_all_services", ["http://127.0.0.1:1", ""])
+def test_rows_are_read_from_the_endpoint_of_the_store(
+    store_uri: str, of_all_services: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(store_uri, "a", iterations=1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", of_all_services)
+    assert rows(store_uri, "SELECT count(*) AS n FROM rollouts") == [{"n": 12}]
 
 
 def test_only_the_runs_asked_for_are_read(local: str) -> None:

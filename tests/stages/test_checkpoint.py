@@ -8,7 +8,7 @@ from roundhouse.errors import StoreError
 from roundhouse.generation.serve_app import local_model
 from roundhouse.stages.checkpoint import publish, publish_starting_policy, retain
 from roundhouse.stages.fork import fork_config, fork_run
-from roundhouse.store.directories import local_directory, upload_model
+from roundhouse.store.directories import KEPT_DOWNLOADS, directory_checked_meanwhile, local_directory, upload_model
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import FileEntry, Reference, model_location, read_manifest, sha256
@@ -63,6 +63,33 @@ def test_a_damaged_checkpoint_is_not_loaded(run: Run, tmp_path: Path) -> None:
     model_location(Location(published.uri)).write("model.safetensors", b"weight")
     with pytest.raises(StoreError, match="damaged"):
         local_directory(published, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("store_uri", ["s3"], indirect=True)
+def test_of_downloaded_checkpoints_those_last_used_and_those_being_read_stay(run: Run, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (cache / "warm-starts").mkdir(parents=True)
+    (cache / "deleted-by-one-that-was-killed").mkdir()
+    start = publish_starting_policy(run, model_directory(tmp_path / "start"), {})
+    versions = [publish(run, trained(run, k, model_directory(tmp_path / str(k)))) for k in range(1, 4 + KEPT_DOWNLOADS)]
+
+    def there() -> set[str]:
+        return {path.name for path in cache.iterdir()} - {"warm-starts"}
+
+    with directory_checked_meanwhile(versions[0], cache) as read:
+        for version in versions[1:]:
+            for each in (start, version):  # as a step does, whose reference is the start
+                with directory_checked_meanwhile(each, cache) as directory:
+                    assert (directory / "model.safetensors").is_file()
+        newest = {each.digest[:24] for each in (start, *versions[1 - KEPT_DOWNLOADS :])}
+        assert there() == newest | {read.name}
+        assert (read / "trainer" / "state.json").read_text() == "{}"
+    kept = local_directory(start, cache)
+    assert there() == newest
+    for version in versions:
+        with directory_checked_meanwhile(version, cache):
+            assert kept.is_dir(), "what a process was given stays until it ends"
+    assert (cache / "warm-starts").is_dir()
 
 
 def test_retention_keeps_the_newest_the_start_and_each_nth(run: Run, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import s3fs
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import DataError, InfraError, StoreError
 from roundhouse.store.bucket import PAUSES, StoreUnavailable
+from roundhouse.store.directories import copy_object
 from roundhouse.store.location import AlreadyExists, Location, NoBucket, NotFound
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import MANIFEST, read_table
@@ -89,6 +90,21 @@ def test_one_that_does_not_pass_ends_in_time_and_says_which_object_and_what_to_d
         operation(place)
     assert time.monotonic() - begun < 15
     assert issubclass(StoreUnavailable, InfraError)  # so that the stage's task is repeated
+
+
+@pytest.mark.parametrize("fault", ["error", "throttle", "refused"])
+def test_a_copy_by_the_server_is_waited_for_as_every_request_is(
+    planted: Endpoint, store: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, copy = Location(store), Location(store) / "copy"
+    place.write("object", b"x")
+    planted.plant(fault, "PUT .*copy/object", times=4)
+    copy_object(place, copy, "object")
+    assert copy.read("object") == b"x"
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.5")
+    planted.plant(fault, "PUT .*copy/object")
+    with pytest.raises(StoreUnavailable, match=r"cannot copy s3://.*/object to s3://.*/copy/object: no answer after"):
+        copy_object(place, copy, "object")
 
 
 def test_an_endpoint_that_hangs_is_given_up(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
