@@ -305,12 +305,14 @@ def _left(
 ) -> Remaining:
     """What is to be run: the rest of an earlier collection, or all rows of the file or the environment."""
     from roundhouse.compat.nemo_gym.exchange import collection
-    from roundhouse.compat.nemo_gym.exchange.json_lines import line_of
+    from roundhouse.compat.nemo_gym.exchange.json_lines import line_of, refuse_own
     from roundhouse.compat.nemo_gym.exchange.task_rows import expanded, materialize
 
     if resume and files.materialized_inputs.exists():
         return collection.resume(files)
     if inputs is not None:
+        written = (files.materialized_inputs, files.rollouts, files.failures, files.aggregate_metrics)
+        refuse_own("--input", Path(inputs.removeprefix("file://")), files.rollouts, written)
         return collection.begin(files, materialize(inputs, how))
     if not opened.tasks:
         raise ConfigError("--input is missing: the task rows to collect rollouts of.")

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from roundhouse.compat.nemo_gym.exchange import collection
 from roundhouse.compat.nemo_gym.exchange.collection import Summary
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows
+from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows, write_rows
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
 from roundhouse.compat.nemo_gym.exchange.statistics import pass_rates
 from roundhouse.compat.nemo_gym.exchange.stream import (
@@ -146,6 +146,17 @@ def test_a_failing_row_ends_nothing_and_is_on_record_with_its_kind(tmp_path: Pat
     assert failures[2]["_ng_failure_detail"] == "the judge is down"
     assert all(row["_ng_failure_detail"] for row in failures.values()), "the reason stands in one place"
     assert keys(files.rollouts) == [(5, 0)]
+
+
+def test_a_failure_class_of_null_is_no_failure(tmp_path: Path):
+    files, null = files_in(tmp_path), {"_ng_failure_class": None}
+    summary = start(files, FakeAgent(by_task({0: null | {"reward": 1.0}, 1: null})), planned(repeats=1))
+    assert (summary.completed, summary.failures) == (2, {"no_reward": 1})
+    [first] = [row for row in read_rows(files.rollouts) if row["_ng_task_index"] == 0]
+    foreign = CollectionFiles(tmp_path / "foreign.jsonl")
+    write_rows(foreign.rollouts, [first, first | {"reward": None, "_ng_task_index": 1}])
+    found = read_collection(foreign).rollouts
+    assert [(each.reward, each.failure_code) for each in found] == [(1.0, ""), (None, "no_reward")]
 
 
 def test_what_an_agent_does_not_want_kept_is_run_again(tmp_path: Path):

@@ -123,6 +123,26 @@ def test_collate_writes_the_datasets_of_a_configuration(tasks: Path, tmp_path: P
     assert read_rows(tmp_path / "out/train.jsonl")[1]["agent_ref"]["name"] == "math"
 
 
+@pytest.mark.parametrize("source", ["run_materialized_inputs.jsonl", "run.jsonl", "run_failures.jsonl"])
+def test_an_input_that_the_output_would_write_over_is_refused_and_stays(tasks: Path, tmp_path: Path, source: str):
+    given = tasks.rename(tmp_path / source)
+    before = given.read_bytes()
+    with pytest.raises(ConfigError, match=r"--input reads .*, which --output .*run\.jsonl would write over"):
+        run(
+            "gym",
+            "collect",
+            "-i",
+            given,
+            "-o",
+            tmp_path / "run.jsonl",
+            "--agent-url",
+            "http://127.0.0.1:1",
+            "--limit",
+            "1",
+        )
+    assert given.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

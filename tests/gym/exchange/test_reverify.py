@@ -130,6 +130,27 @@ def test_rows_whose_judge_failed_are_recovered_once_and_the_others_kept(stored: 
     assert len(read_rows(stored)) == 3
 
 
+@pytest.mark.parametrize(
+    ("output", "options", "told"),
+    [
+        ("run.jsonl", ["--overwrite"], r"--rollouts reads .*run\.jsonl, which --output .*run\.jsonl would write"),
+        ("run.jsonl", ["--resume"], "--rollouts reads"),
+        ("linked/run_failures.jsonl", ["--judge-failed-only", "--append"], r"--rollouts reads .*run_failures\.jsonl"),
+        ("run_materialized_inputs.jsonl", ["--judge-failed-only", "--append"], "--inputs reads"),
+        ("old.jsonl", ["--overwrite", "--inputs", "absent.jsonl"], "absent.jsonl cannot be read"),
+    ],
+)
+def test_nothing_that_is_there_is_lost_to_a_verdict_that_cannot_be_given(
+    stored: Path, tmp_path: Path, output: str, options: list[str], told: str
+):
+    write_rows(tmp_path / "old.jsonl", read_rows(stored))
+    (tmp_path / "linked").symlink_to(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    with serving(build_app(Longer())) as url, pytest.raises((ConfigError, DataError), match=told):
+        reverify(stored, tmp_path / output, "--resources-url", url, *options)
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == before
+
+
 def test_a_rollout_without_its_input_is_named(stored: Path, tmp_path: Path):
     write_rows(tmp_path / "other.jsonl", read_rows(tmp_path / "run_materialized_inputs.jsonl")[:1])
     with serving(build_app(Longer())) as url, pytest.raises(DataError, match="rollout 1-0 has no row in"):

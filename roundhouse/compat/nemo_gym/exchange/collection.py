@@ -180,7 +180,7 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
         reward = result.get("reward")
         # A failure's reason is in one field, wherever the agent has it; a result that says of itself neither what it is worth
         # nor that it failed is a failure
-        if FAILURE in result:
+        if result.get(FAILURE) is not None:
             if DETAIL not in result:
                 result = result | {DETAIL: detail_of(result) or "The agent gives no reason."}
         elif not (result.get("_ng_no_persist") or isinstance(reward, int | float)):

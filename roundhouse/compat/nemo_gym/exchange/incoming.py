@@ -211,10 +211,11 @@ class _Calls:
 def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: bool) -> None:
     """Status, reward and reasons of a foreign row."""
     reward = row.get("reward")
-    if FAILURE in row or not isinstance(reward, int | float):
-        terminal = bool(row.get(TERMINAL)) or FAILURE not in row
+    failure = row.get(FAILURE)
+    if failure is not None or not isinstance(reward, int | float):
+        terminal = bool(row.get(TERMINAL)) or failure is None
         rollout.failure_kind = FailureKind.DATA if terminal else FailureKind.INFRA
-        rollout.failure_code = str(row.get(FAILURE, "no_reward"))
+        rollout.failure_code = "no_reward" if failure is None else str(failure)
         rollout.failure_detail = detail_of(row) or f"reward is {reward!r}"
         return
     rollout.reward = float(reward)

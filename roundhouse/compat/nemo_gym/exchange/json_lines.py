@@ -192,6 +192,15 @@ class CollectionFiles:
         return self.rollouts.with_name(f"{self.rollouts.stem}_{ending}")
 
 
+def refuse_own(option: str, read: Path, output: Path, written: Iterable[Path]) -> None:
+    """
+    Raises:
+        ConfigError: `read`, which `option` names, is one of the files that are written for --output.
+    """
+    if read.resolve() in {path.resolve() for path in written}:
+        raise ConfigError(f"{option} reads {read}, which --output {output} would write over. Name another --output.")
+
+
 PARAMS = "responses_create_params"
 
 

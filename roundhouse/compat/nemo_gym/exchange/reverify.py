@@ -1,7 +1,8 @@
 """Stored rollouts judged anew: each row's recorded response to the verifier of today, the policy is not asked.
 
 Invariants: a row is posted to /verify as its agent would post it (the materialized input with the recorded response), and what
-comes back is written to the output like a collection's row, a failure to its sidecar; the rollouts that are read do not change.
+comes back is written to the output like a collection's row, a failure to its sidecar; the rollouts that are read do not change,
+but for `append`, which may add to them. An output is replaced once everything that is read has been read.
 A verifier that judges by its session's state cannot judge a stored rollout: a server that does not say that it is stateless
 (`GET /reverify_mode`) is refused, or with `force` its output is called `unsafe_…`.
 
@@ -13,7 +14,7 @@ failures sidecar files as judge_failed are judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,7 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import (
     Row,
     iter_rows,
     key_of,
+    refuse_own,
 )
 from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
 from roundhouse.compat.nemo_gym.exchange.stream import (
@@ -89,8 +91,8 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
     """The files that are written, made ready, and the rows to judge.
 
     Raises:
-        ConfigError: a verifier is not stateless, the output is there, or options contradict each other.
-        DataError: a rollout has no row among the inputs, or no response.
+        ConfigError: a verifier is not stateless, the output is there or is what is read, or options contradict each other.
+        DataError: a file cannot be read; a rollout has no row among the inputs, or no response.
     """
     asked.check()
     unfit = [] if asked.judge_failed_only else await verifiers.not_stateless()
@@ -101,33 +103,46 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
         )
     output = asked.output.with_name(f"unsafe_{asked.output.name}") if unfit else asked.output
     files = CollectionFiles(output)
-    if not (asked.append or asked.resume):
-        for path in (files.rollouts, files.failures):
-            if path.exists() and not asked.overwrite:
-                raise ConfigError(
-                    f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
-                )
-            path.unlink(missing_ok=True)
+    results = (files.rollouts, files.failures)
+    refuse_own("--inputs", asked.inputs, output, results)
+    if not (asked.append and output.resolve() == asked.rollouts.rollouts.resolve()):
+        for path in (asked.rollouts.rollouts, asked.rollouts.failures):
+            refuse_own("--rollouts", path, output, results)
+    fresh = not (asked.append or asked.resume)
+    for path in results if fresh and not asked.overwrite else ():
+        if path.exists():
+            raise ConfigError(
+                f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
+            )
+    kept: list[Row] = []
     if asked.judge_failed_only:
-        # The judged rollouts go to the output as they are
-        present = {key_of(row) for row in _rows(files.rollouts)}
-        with Appender(files.rollouts) as file:
-            for row in _rows(asked.rollouts.rollouts):
-                if key_of(row) not in present:
-                    file.append(row)
-                    present.add(key_of(row))
-        rows: list[Row] = []  # whose judge failed, each once
-        for row in _rows(asked.rollouts.failures):
-            if row.get(FAILURE) == JUDGE_FAILED and key_of(row) not in present:
-                rows.append(row)
-                present.add(key_of(row))
+        present: set[Key] = set() if fresh else {key_of(row) for row in _rows(files.rollouts)}
+        kept = _new(_rows(asked.rollouts.rollouts), present)
+        failed = (row for row in _rows(asked.rollouts.failures) if row.get(FAILURE) == JUDGE_FAILED)
+        rows = _new(failed, present)
     else:
         rows = [row for _, row in iter_rows(asked.rollouts.rollouts)]
     inputs = {_key(asked.inputs, number, row): row for number, row in iter_rows(asked.inputs)}
     wanted = [_payload(inputs, row, asked.inputs) for row in islice(rows, asked.limit)]
+    for path in results if fresh else ():
+        path.unlink(missing_ok=True)
+    if kept:  # the judged rollouts go to the output as they are
+        with Appender(files.rollouts) as file:
+            for row in kept:
+                file.append(row)
     if not asked.resume:
         return files, Remaining(wanted)
     return files, remaining(wanted, _rows(files.rollouts), _rows(files.failures), max_attempts())
+
+
+def _new(rows: Iterable[Row], present: set[Key]) -> list[Row]:
+    """The rows whose keys are not present, each once; their keys are from then on."""
+    found: list[Row] = []
+    for row in rows:
+        if key_of(row) not in present:
+            found.append(row)
+            present.add(key_of(row))
+    return found
 
 
 def _payload(inputs: Mapping[Key, Row], rollout: Row, path: Path) -> Row:
