@@ -24,7 +24,7 @@ Invariant: the policy sees an MCP tool as `mcp__<server>__<tool>`, and so does t
 bare name. There are two sources of such tools:
 
     McpEnvironment    servers that the configuration names. All rollouts share a connection to each: tools that keep state for
-                      one rollout belong into an environment.
+                      one rollout belong into an environment. A connection that broke is opened anew for the next rollout.
     with_offered      a server that a resources server offers in its answer to /seed_session. The rollout has a connection of
                       its own, whose headers say which session its calls work on; it is closed with the session.
 
@@ -115,6 +115,7 @@ class McpConnection:
         self._headers = dict(headers or {})
         self._tools: dict[str, McpTool] = {}
         self._client: Client | None = None
+        self._lost = False
         self._end = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
 
@@ -152,6 +153,11 @@ class McpConnection:
             for name, tool in self._tools.items()
         ]
 
+    @property
+    def broken(self) -> bool:
+        """It was open, and no call gets through any more: the SDK's transport ends with the first request that is lost."""
+        return self._client is not None and (self._lost or (self._life is not None and self._life.done()))
+
     def __contains__(self, name: str) -> bool:
         return name in self._tools
 
@@ -176,9 +182,11 @@ class McpConnection:
             if error.data == FAILURE:
                 raise EnvironmentUnavailable(f"{name}: {self.url} answered: {error.message}") from error
             if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                self._lost = self._lost or error.code == CONNECTION_CLOSED
                 raise EnvironmentUnreachable(f"{name}: {self.url} does not answer: {error.message}") from error
             return ToolResult(orjson.dumps({"error": error.message}).decode(), 400)
         except _LOST as error:
+            self._lost = True
             raise EnvironmentUnreachable(f"{name}: {self.url} cannot be reached: {error!r}") from error
 
     async def close(self) -> None:
@@ -274,6 +282,7 @@ class McpEnvironment(ClosedOnExit):
         self._environment = environment
         self._servers = servers
         self._connections: list[McpConnection] = []
+        self._reopening: asyncio.Task[None] | None = None
 
     @property
     def agent(self) -> ToolLoop:
@@ -288,7 +297,23 @@ class McpEnvironment(ClosedOnExit):
         return self._environment.tasks(split)
 
     async def seed_session(self, row: TaskRow) -> EnvironmentSession:
-        return _McpSession(await self._environment.seed_session(row), self._connections)
+        """A session; connections that broke are opened anew before it.
+
+        Raises:
+            EnvironmentUnreachable: the server of one is still away.
+        """
+        if any(connection.broken for connection in self._connections):
+            # One attempt for all rollouts that wait, else each would wait for a server that hangs after those before it
+            if self._reopening is None or self._reopening.done():
+                self._reopening = asyncio.create_task(self._reopen())
+            await asyncio.shield(self._reopening)
+        return _McpSession(await self._environment.seed_session(row), tuple(self._connections))
+
+    async def _reopen(self) -> None:
+        for place, lost in enumerate(self._connections):
+            if lost.broken:
+                self._connections[place] = await McpConnection.open(lost.server, lost.url)
+                await lost.close()
 
     async def __aenter__(self) -> Self:
         """Connect to the servers and list their tools.
@@ -311,6 +336,9 @@ class McpEnvironment(ClosedOnExit):
         return self
 
     async def close(self) -> None:
+        if self._reopening is not None:
+            self._reopening.cancel()
+            await asyncio.wait({self._reopening})
         while self._connections:
             await self._connections.pop().close()
         await self._environment.close()

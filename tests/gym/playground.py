@@ -274,10 +274,11 @@ class Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, port: int = 0) -> Iterator[str]:
     """A real uvicorn server in a thread; its base URL."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen(128)
         port = listener.getsockname()[1]
         server = Server(
