@@ -219,18 +219,27 @@ def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -
     return "  ".join(parts)
 
 
+def reward_text(reward: float | None) -> str:
+    """A reward with three decimals; a dash where no rollout had one."""
+    return "–" if reward is None else f"{reward:.3f}"
+
+
 def print_summary(console: Console, summary: dict[str, Any], links: dict[str, str], hints: list[str]) -> None:
     """The end of a run on one screen."""
     before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
     console.print()
-    if before and after:
+    if before and after:  # a summary that is stored may lack the fields of an evaluation without a reward
+        means, errors = (
+            [reward_text(each.get(key)) for each in (before, after)] for key in ("reward_mean", "reward_stderr")
+        )
+        tasks = "–" if after.get("tasks") is None else f"{after['tasks']:.0f}"
         console.print(
-            f"[bold]Held-out reward {before['reward_mean']:.3f} → {after['reward_mean']:.3f}[/]  "
-            f"(± {before['reward_stderr']:.3f}, ± {after['reward_stderr']:.3f}; {after['tasks']:.0f} tasks never trained on)"
+            f"[bold]Held-out reward {' → '.join(means)}[/]  (± {', ± '.join(errors)}; {tasks} tasks never trained on)"
         )
         for name, found in after.get("sets", {}).items():
-            earlier = before.get("sets", {}).get(name, {}).get("reward_mean", float("nan"))
-            console.print(f"  {name}: {earlier:.3f} → {found['reward_mean']:.3f} (± {found['reward_stderr']:.3f})")
+            earlier = before.get("sets", {}).get(name, {})
+            means = [reward_text(each.get("reward_mean")) for each in (earlier, found)]
+            console.print(f"  {name}: {' → '.join(means)} (± {reward_text(found.get('reward_stderr'))})")
     if (converted := summary.get("converted_from")) is not None:
         console.print(f"starting policy: {escape(converted)}, dequantised to float32: not the published weights")
     ledger = ", ".join(f"{count} {name}" for name, count in summary["ledger"].items() if count)

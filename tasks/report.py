@@ -23,6 +23,7 @@ from prefect.artifacts import (
 from prefect.exceptions import Pause
 
 from roundhouse.activity import announce
+from roundhouse.console import reward_text
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_page
@@ -190,7 +191,8 @@ def _summary_markdown(summary: dict[str, Any]) -> str:
     before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
     lines = [f"# {summary['run_id']}", ""]
     if before and after:
-        lines += [f"Held-out reward **{before['reward_mean']:.3f} → {after['reward_mean']:.3f}**", ""]
+        means = " → ".join(reward_text(each["reward_mean"]) for each in (before, after))
+        lines += [f"Held-out reward **{means}**", ""]
     lines += ["| stage | seconds |", "| --- | ---: |"]
     lines += [f"| {kind} | {seconds:.1f} |" for kind, seconds in summary["stage_seconds"].items()]
     lines += ["", "| outcome | rollouts |", "| --- | ---: |"]

@@ -59,7 +59,7 @@ _KEYS: dict[Order, Callable[[dict[str, Any]], Any]] = {
     Order.age: lambda facts: -facts["created_at"],
     Order.run: lambda facts: facts["run_id"],
     Order.state: lambda facts: (list(_COLORS).index(facts["state"]), -facts["created_at"]),
-    Order.reward: lambda facts: -max((each["reward_mean"] for each in facts["evaluation"]["all"]), default=-math.inf),
+    Order.reward: lambda facts: -max(_rewards(facts), default=-math.inf),
 }
 
 
@@ -301,7 +301,13 @@ def runs_fork(
 
 
 def _reward(evaluation: dict[str, Any] | None) -> str:
-    return "–" if evaluation is None else f"{evaluation['reward_mean']:.3f} ± {evaluation['reward_stderr']:.3f}"
+    if evaluation is None or evaluation["reward_mean"] is None:
+        return "–"
+    return f"{evaluation['reward_mean']:.3f} ± {evaluation['reward_stderr']:.3f}"
+
+
+def _rewards(facts: dict[str, Any]) -> list[float]:
+    return [each["reward_mean"] for each in facts["evaluation"]["all"] if each["reward_mean"] is not None]
 
 
 @app.command("approve")

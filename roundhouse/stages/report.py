@@ -215,14 +215,19 @@ def _metric(manifests: dict[str, Manifest], kind: str, name: str) -> float:
     return manifests[kind].metrics.get(name, 0.0) if kind in manifests else 0.0
 
 
+_NO_REWARD = dict.fromkeys(("reward_mean", "reward_stderr", "reward_low", "reward_high", "tasks"))
+"""What the summary says of an evaluation none of whose rollouts has a reward."""
+
+
 def _evaluation(version: int, manifests: dict[str, Manifest]) -> dict[str, Any]:
     manifest = manifests[StageKind.EVALUATE]
-    own = {_in_summary(name): value for name, value in manifest.metrics.items()}
+    own = _NO_REWARD | {_in_summary(name): value for name, value in manifest.metrics.items()}
     ledger = {name: manifest.counts.get(name, 0) for name in LEDGER}
     sets = {}
     for kind, found in manifests.items():
         if (name := set_of(kind)) is not None:
-            sets[name] = {_in_summary(metric, f"evaluation/{name}/"): value for metric, value in found.metrics.items()}
+            prefix = f"evaluation/{name}/"
+            sets[name] = _NO_REWARD | {_in_summary(metric, prefix): value for metric, value in found.metrics.items()}
     return {"version": version, **own, "ledger": ledger} | ({"sets": sets} if sets else {})
 
 

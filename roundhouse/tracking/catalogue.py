@@ -41,7 +41,9 @@ class MetricGroup:
 INTRODUCTION = """\
 What a run logs to MLflow with each iteration, under names that stay. The same numbers stand in the manifests of the stages
 (`iterations/<k>/<stage>/manifest.json`, key `metrics`). `*` stands for a name. Brackets in the second column say what a value
-is that is no mean. MLflow's own `system/*` (CPU, memory, disk, network) come every ten seconds, `tracking.system_metrics`."""
+is that is no mean. MLflow's own `system/*` (CPU, memory, disk, network) come every ten seconds, `tracking.system_metrics`.
+In MLflow a character that it refuses in a name is `_` (`pass@1` is `pass_1`); a changed name that is then like another ends
+with a digest."""
 
 CLOSING = """\
 The healthy ranges are rules of thumb: those of the mismatch are what NeMo RL's documentation and nightly tests use (float32

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import json
 import logging
 import os
 import re
 import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,8 @@ VIEW = (
 """Tag of an experiment: what MLflow's page keeps when a person shares a view of the table. By itself it shows no metric."""
 
 SYSTEM_METRICS_SECONDS = 10.0
+LONGEST_NAME = 250
+"""Characters that MLflow takes in the name of a metric or parameter."""
 
 
 class MlflowRun:
@@ -119,15 +124,10 @@ class MlflowRun:
 
     def log_gauges(self, gauges: dict[str, float], at: float) -> None:
         """Log numbers of a moment; their step is its second since the run was created."""
-        from mlflow.entities import Metric
-
         step = int(at - self._run.created_at)
-        points = [Metric(name, value, int(at * 1000), step) for name, value in gauges.items()]
-        self._client.log_batch(self.mlflow_run_id, metrics=points)
+        self._client.log_batch(self.mlflow_run_id, metrics=_points(gauges, int(at * 1000), step))
 
     def log_iteration(self, iteration: int) -> None:
-        from mlflow.entities import Metric
-
         manifests = iteration_manifests(self._run, iteration)
         values = iteration_metrics(manifests) | {ITERATION_METRIC: float(iteration)}
         stamp = int(max(manifest.finished_at for manifest in manifests.values()) * 1000)
@@ -140,10 +140,8 @@ class MlflowRun:
             text = "\n\n".join(as_markdown(rollout) for rollout in rollouts)
             self._client.log_text(self.mlflow_run_id, text, f"conversations/version-{iteration:06d}.md")
             register_checkpoint(self._client, self._run, iteration, self.mlflow_run_id)
-        points = [Metric(name, float(value), stamp, iteration) for name, value in values.items()]
-        self._client.log_batch(
-            self.mlflow_run_id, metrics=points
-        )  # last: the mark that the iteration is logged is in it
+        # Last: the mark that the iteration is logged is in it
+        self._client.log_batch(self.mlflow_run_id, metrics=_points(values, stamp, iteration))
         self._logged.add(iteration)
 
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
@@ -173,6 +171,34 @@ class MlflowRun:
         ]
         if inputs:
             self._client.log_inputs(self.mlflow_run_id, inputs)
+
+
+def mlflow_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of metrics or parameters, and each as MLflow takes it: for one that it refuses, it refuses the whole batch.
+
+    Characters beyond letters, digits and `_-.: /` become `_`, and parts that are empty or dots alone go. A name that is changed
+    and is then like another, or that is too long, ends with a digest of the whole name.
+    """
+    taken = {name: _taken(name) for name in names}
+    found: dict[str, str] = {}
+    alike = Counter(taken.values())
+    for name, new in taken.items():
+        if len(new) > LONGEST_NAME or (new != name and alike[new] > 1):
+            new = f"{new[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        found[name] = new
+    return found
+
+
+def _taken(name: str) -> str:
+    parts = re.sub(r"[^/\w.\- :]", "_", name).split("/")
+    return re.sub(r"^\.\.+", "_", "/".join(part for part in parts if part.strip("."))) or "_"
+
+
+def _points(values: Mapping[str, float], stamp: int, step: int) -> list[Any]:
+    from mlflow.entities import Metric
+
+    names = mlflow_names(values)
+    return [Metric(names[name], float(value), stamp, step) for name, value in values.items()]
 
 
 def server_of(run: Run) -> str | None:
@@ -267,7 +293,9 @@ def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
     """Write what holds for the whole run; its tag is the last, so that a call that failed half way is repeated as a whole."""
     from mlflow.entities import Param
 
-    params = [Param(key, str(value)[:500]) for key, value in flatten(run.config.model_dump(mode="json")).items()]
+    settings = flatten(run.config.model_dump(mode="json"))
+    names = mlflow_names(settings)
+    params = [Param(names[key], str(value)[:500]) for key, value in settings.items()]
     for start in range(0, len(params), 100):
         client.log_batch(mlflow_run_id, params=params[start : start + 100])
     client.log_text(mlflow_run_id, config_yaml(run.config), "config.yaml")

@@ -32,6 +32,8 @@ from roundhouse.trajectories.records import Rollout, Status, Turn, item_text
 ROLLOUT_TAG = "roundhouse.rollout"
 ITERATION_TAG = "roundhouse.iteration"
 NANOSECONDS = 1_000_000_000
+TRACES_A_PAGE = 500
+"""Asked for at once."""
 
 
 @dataclass(slots=True)
@@ -72,13 +74,19 @@ class TraceWriter:
                 mlflow.log_feedback(trace_id=trace_id, name="reward", value=rollout.reward, source=source)
 
     def _rollouts_there(self, iteration: int) -> set[str]:
-        found = self._client.search_traces(
-            locations=[self._experiment_id],
-            filter_string=f"tags.`{UID_TAG}` = '{self._uid}' AND tags.`{ITERATION_TAG}` = '{iteration}'",
-            max_results=500,
-            include_spans=False,
-        )
-        return {trace.info.tags[ROLLOUT_TAG] for trace in found}
+        there: set[str] = set()
+        token: str | None = None
+        while True:
+            found = self._client.search_traces(
+                locations=[self._experiment_id],
+                filter_string=f"tags.`{UID_TAG}` = '{self._uid}' AND tags.`{ITERATION_TAG}` = '{iteration}'",
+                max_results=TRACES_A_PAGE,
+                page_token=token,
+                include_spans=False,
+            )
+            there |= {trace.info.tags[ROLLOUT_TAG] for trace in found}
+            if not (token := found.token):
+                return there
 
     def _write(self, rollout: Rollout, iteration: int) -> str:
         client, begun = self._client, int(rollout.started_at * NANOSECONDS)
@@ -239,8 +247,9 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
             stage = run.stage(version, kind).reference()
             if stage is not None:
                 tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
-        if evaluation is not None:
-            tags["roundhouse.heldout_reward"] = f"{read_manifest(evaluation).metrics.get('evaluation/reward/mean'):.4f}"
+        measured = {} if evaluation is None else read_manifest(evaluation).metrics
+        if (reward := measured.get("evaluation/reward/mean")) is not None:  # there is none where every rollout failed
+            tags["roundhouse.heldout_reward"] = f"{reward:.4f}"
         client.create_model_version(
             name,
             source="roundhouse" + place.removeprefix("file") if place.startswith("file://") else place,

@@ -293,7 +293,7 @@ def _plot_reward(axes: Any, summary: dict[str, Any], first: int) -> None:
     nan = float("nan")  # a gap where an iteration was skipped
     rewards = [nan if reward is None else reward for reward in summary["reward_by_iteration"]]
     axes.plot(range(first, first + len(rewards)), rewards, color="#4c78a8", linewidth=1.6, label="training rollouts")
-    evaluations = summary["evaluation"]["all"]
+    evaluations = [each for each in summary["evaluation"]["all"] if each["reward_mean"] is not None]
     axes.errorbar(
         [evaluation["version"] for evaluation in evaluations],
         [evaluation["reward_mean"] for evaluation in evaluations],

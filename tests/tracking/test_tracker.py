@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import socket
@@ -10,14 +11,17 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from rich.console import Console
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.console import print_summary
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_class
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
+from roundhouse.tracking import traces
 from roundhouse.tracking import tracker as tracking
 from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
 from roundhouse.tracking.traces import UID_TAG
@@ -51,8 +55,8 @@ def finished(tracker: Tracker, patience_seconds: float) -> bool:
         return tracker.finish()
 
 
-def a_run(tmp_path, uri: str) -> Run:
-    settings = {"uri": uri, "experiment": tmp_path.name, "system_metrics": False, "conversations": 1}
+def a_run(tmp_path, uri: str, conversations: int = 1) -> Run:
+    settings = {"uri": uri, "experiment": tmp_path.name, "system_metrics": False, "conversations": conversations}
     return open_run(parse_config({"run_id": tmp_path.name, "store": str(tmp_path / "store"), "tracking": settings}))
 
 
@@ -74,8 +78,8 @@ def logged(run: Run) -> list[int]:
     experiment = client.get_experiment_by_name(run.config.tracking.experiment)
     [found] = client.search_runs([experiment.experiment_id])
     steps = [point.step for point in client.get_metric_history(found.info.run_id, "evaluation/reward/mean")]
-    traces = client.search_traces(locations=[experiment.experiment_id], include_spans=False)
-    assert sorted(int(trace.info.tags["roundhouse.iteration"]) for trace in traces) == sorted(steps)
+    written = client.search_traces(locations=[experiment.experiment_id], include_spans=False)
+    assert sorted(int(trace.info.tags["roundhouse.iteration"]) for trace in written) == sorted(steps)
     return steps
 
 
@@ -150,6 +154,38 @@ def test_a_server_that_dies_in_the_middle_gets_the_rest_when_it_is_back_and_noth
     assert logged(run) == [0, 1]
 
 
+def test_no_name_and_no_number_of_an_iteration_keeps_it_from_the_page(
+    tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+):
+    """Names that MLflow refuses, two that become one, an evaluation without any reward, more traces than a page of them."""
+    monkeypatch.setattr(traces, "TRACES_A_PAGE", 1)
+    run = a_run(tmp_path, server.url, conversations=3)
+    evaluated(run, 0, [None, None, None])
+    named = {
+        "pass@1": 1.0,
+        "f1": 2.0,
+        "f%": 3.0,
+        "f=": 4.0,
+        "f_": 5.0,
+        "a//./b,": 6.0,
+        "../..": 7.0,
+        "...c": 8.0,
+        "l" * 251: 9.0,
+    }
+    run.begin(run.stage(0, "collect"), policy_version=0).commit(metrics=named)
+    report_iteration(run, 0)
+    iteration(run, 1)
+    assert finished(tracked(run), 60)
+    client = MlflowClient(server.url)
+    experiment = client.get_experiment_by_name(tmp_path.name).experiment_id
+    [page] = client.search_runs([experiment])
+    assert page.data.metrics.items() >= {"pass_1": 1.0, "f1": 2.0, "f_": 5.0, "a/b_": 6.0, "_": 7.0, "_c": 8.0}.items()
+    assert {3.0, 4.0, 9.0} <= set(page.data.metrics.values())
+    assert [point.step for point in client.get_metric_history(page.info.run_id, "iteration")] == [0, 1]
+    there = client.search_traces(locations=[experiment], include_spans=False)
+    assert sorted(trace.info.tags["roundhouse.iteration"] for trace in there) == ["0", "0", "0", "1", "1"]
+
+
 def test_a_resumed_run_that_is_finished_writes_what_mlflow_lacks(tmp_path, server: FaultyServer):
     server.fault = lambda path: "500"
     run = a_run(tmp_path, server.url)
@@ -215,8 +251,8 @@ def test_a_deleted_run_leaves_nothing_in_mlflow_and_other_runs_stay(
     told = CliRunner().invoke(app, ["runs", "delete", "deleted", "--yes", "--store", deleted.config.store])
     assert "MLflow: deleted" in told.stdout, told.stdout
     assert [page.info.run_name for page in client.search_runs([experiment])] == ["other"]
-    traces = client.search_traces(locations=[experiment], include_spans=False)
-    assert {trace.info.tags[UID_TAG] for trace in traces} == {other.uid}
+    others = client.search_traces(locations=[experiment], include_spans=False)
+    assert {trace.info.tags[UID_TAG] for trace in others} == {other.uid}
     assert {each.tags[UID_TAG] for each in client.search_model_versions("name = 'shared'")} == {other.uid}
     CliRunner().invoke(app, ["runs", "delete", "other", "--yes", "--store", other.config.store])
     assert client.search_registered_models("name = 'shared'") == []
@@ -278,3 +314,29 @@ def test_each_sink_of_the_list_gets_every_iteration_and_one_that_fails_stops_not
     for wrong, told in ((["wandb"], "the sinks are mlflow, json_lines"), (["mlflow", "mlflow"], "named twice")):
         with pytest.raises(ConfigError, match=told):
             opened(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [([None, None], "– → –  (± –, ± –; – tasks"), ([None, 0.5], "– → 0.500  (± –, ± 0.000; 2 tasks")],
+    ids=["never", "at first"],
+)
+def test_an_evaluation_without_a_reward_is_shown_by_a_dash_and_left_out_of_the_plot(
+    rewards: list[float | None], told: str, tmp_path: Path
+) -> None:
+    run = open_run(parse_config({"run_id": "one", "store": str(tmp_path / "store")}))
+    for version, reward in enumerate(rewards):
+        evaluated(run, version, [reward, reward])
+    for command in ("list", "list --sort reward", "show one"):
+        done = CliRunner().invoke(app, ["runs", *command.split(), "--store", run.config.store], env={"COLUMNS": "120"})
+        assert done.exit_code == 0, done.exception
+    assert told in done.stdout
+    summary = summarize(run)
+    tracking.plot_run(run, summary, tmp_path / "plot.png")
+    assert told.split("  ")[0] in tasks._summary_markdown(summary)
+    for stored in summary["evaluation"]["all"]:  # as it is in stores: without the fields
+        for key in [key for key, value in stored.items() if value is None]:
+            del stored[key]
+    screen = Console(file=io.StringIO(), width=120)
+    print_summary(screen, summary, {}, [])
+    assert told in screen.file.getvalue()
