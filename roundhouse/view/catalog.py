@@ -13,7 +13,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -59,7 +60,10 @@ class Catalog:
         """
         if dataset not in (known := self.datasets()):
             raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
-        return numbered((self.root / dataset).names())
+        place = self.root / dataset
+        return numbered(
+            place.names(), lambda label: any(name.startswith("rollouts-") for name in (place / label).names())
+        )
 
     def iterations(self, run_id: str) -> list[int]:
         """Numbers of the run's iterations, complete or not.
@@ -270,6 +274,7 @@ LARGEST = 2**31 - 1
 
 _MOMENT = re.compile(r"(\d{8}T\d{6}Z)-v\d+")
 _DRAW = re.compile(r"v(\d+)-i(\d+)")
+_IMPORTED = re.compile(r"v(\d+)")
 _OF_ITERATION = re.compile(r".+-i(\d{6})(?:-v\d{6}-[0-9a-f]{8})?")
 """Rollouts of a run's iteration, judged anew (`quickstart-i000012`) or branched (`quickstart-i000012-v000015-1f3c9a2e`)."""
 
@@ -278,15 +283,22 @@ def is_dataset(run_id: str) -> bool:
     return run_id.startswith(PREFIX)
 
 
-def numbered(labels: Iterable[str]) -> dict[int, str]:
-    """The versions by number, ascending; names that are no version's are left out."""
+def numbered(labels: Iterable[str], has_rollouts: Callable[[str], bool]) -> dict[int, str]:
+    """The versions by number, ascending.
+
+    Labels that people chose, as of imports, are asked for rollouts. Their numbers are made of the label alone: a version keeps
+    its number, and with it its address and what is cached of it, when others come.
+    """
     found: dict[int, str] = {}
     for label in sorted(labels):
         number = _number(label)
-        while number is not None and number in found:  # as of two draws of one number beyond 100,000
+        if number is None:
+            if not has_rollouts(label):
+                continue
+            number = zlib.crc32(label.encode()) % LARGEST
+        while number in found:  # as of two draws of one number beyond 100,000
             number += 1
-        if number is not None:
-            found[number] = label
+        found[number] = label
     return dict(sorted(found.items()))
 
 
@@ -298,6 +310,8 @@ def _number(label: str) -> int | None:
         return (int(match[1]) * 100_000 + int(match[2])) % LARGEST
     if (match := _OF_ITERATION.fullmatch(label)) is not None:
         return int(match[1])
+    if (match := _IMPORTED.fullmatch(label)) is not None:
+        return int(match[1]) % LARGEST
     return None
 
 

@@ -137,11 +137,13 @@ class Index:
                avg(reward) AS reward, avg(generated_tokens) AS tokens FROM rollouts GROUP BY 1 ORDER BY 1"""
         )
 
-    def members(self, task: str, *, exact: bool) -> list[dict[str, Any]]:
-        """The rollouts of a group; of all groups of a task, unless `exact`."""
+    def members(self, task: str, *, exact: bool, iteration: int | None = None) -> list[dict[str, Any]]:
+        """The rollouts of a group, in all iterations or in one; of all groups of a task, unless `exact`."""
         column = "group_id" if exact else "regexp_replace(group_id, '#[0-9]+$', '')"
         return self._rows(
-            f"SELECT {_SHOWN} FROM rollouts WHERE {column} = ? ORDER BY iteration, group_id, sample LIMIT 256", [task]
+            f"SELECT {_SHOWN} FROM rollouts WHERE {column} = ? AND iteration = coalesce(?, iteration) "
+            "ORDER BY iteration, group_id, sample LIMIT 256",
+            [task, iteration],
         )
 
     def refused(self) -> list[dict[str, Any]]:

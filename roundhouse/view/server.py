@@ -192,7 +192,9 @@ class Answers:
     def group(self, parameters: Parameters) -> dict[str, Any]:
         group = parameters.get("of", "")
         exact = parameters.get("exact", "1") == "1"
-        return {"group": group, "rollouts": self.details.group(Scope.of(parameters), group, exact=exact)}
+        iteration = _number(parameters, "of_iteration") if "of_iteration" in parameters else None
+        found = self.details.group(Scope.of(parameters), group, exact=exact, iteration=iteration)
+        return {"group": group, "rollouts": found}
 
     def quarantine(self, parameters: Parameters) -> dict[str, Any]:
         scope = Scope.of(parameters)

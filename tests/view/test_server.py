@@ -1,9 +1,14 @@
 """What the viewer answers over HTTP, to whom, and what it refuses."""
 
+from pathlib import Path
+
 import duckdb
 import httpx
 import pytest
 
+from roundhouse.compat.nemo_gym.exchange.json_lines import ROLLOUT, TASK, CollectionFiles, write_rows
+from roundhouse.compat.nemo_gym.exchange.reading import import_rollouts
+from roundhouse.store.location import Location
 from roundhouse.view.catalog import Catalog, Filters, Scope, ViewError, spellings
 from roundhouse.view.detail import Decoder, chains_of
 from roundhouse.view.index import Indexes
@@ -108,6 +113,39 @@ def test_comparing_joins_the_tasks_that_both_have(store: str) -> None:
     found = answers.compare({"run": "a", "iteration": "2", "b_run": "wide", "b_iteration": "1"})
     assert [row["task"] for row in found["tasks"]] != []
     assert (len(found["tasks"]), found["only_a"], found["only_b"]) == (3, 0, 97)
+
+
+def test_of_all_iterations_each_shows_the_whole_group_of_its_own(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    write_run(store, "long", iterations=4, tasks=1, group_size=70)
+    answers, scope = Answers(store), {"run": "long", "iteration": "all"}
+    last = answers.rollouts(scope | {"sort": "-iteration", "limit": "1"})["rows"][0]
+    shown = answers.rollout(scope | {"rollout": last["rollout_id"], "rollout_iteration": "4"})
+    assert len(shown["siblings"]) == 70
+    assert answers.rollouts(scope | {"group": last["group_id"]})["matched"] == 280
+    beside = answers.group(scope | {"of": last["group_id"], "of_iteration": "4"})["rollouts"]
+    assert (len(beside), {row["iteration"] for row in beside}) == (64, {4})
+
+
+def test_an_imported_dataset_is_shown_whatever_its_versions_are_called(tmp_path: Path) -> None:
+    files, store = CollectionFiles(tmp_path / "run.jsonl"), str(tmp_path / "store")
+    write_rows(
+        files.rollouts,
+        [{"responses_create_params": {"input": "2*3?"}, "reward": 1.0, **dict.fromkeys((TASK, ROLLOUT), 0)}],
+    )
+    catalog, scope = Catalog(store), {"run": "datasets/math"}
+
+    def numbers(version: str) -> dict[str, int]:
+        import_rollouts(files, store, "math", version)
+        return {label: number for number, label in catalog.versions("datasets/math").items()}
+
+    chosen = numbers("final")["final"]
+    found = [numbers(version) for version in ("v000001", "another", "v000002")][-1]
+    assert found == {"v000001": 1, "v000002": 2, "another": found["another"], "final": chosen}
+    Location(store).write("datasets/math/empty/note", b"")
+    assert [row["label"] for row in Answers(store).curve(scope)] == list(catalog.versions("datasets/math").values())
+    for number in found.values():
+        assert Answers(store).rollouts(scope | {"iteration": str(number)})["matched"] == 1
 
 
 def test_an_unknown_rollout_is_told(store: str) -> None:

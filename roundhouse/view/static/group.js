@@ -6,10 +6,9 @@ import { ask } from "./source.js";
 import { address, go, scope } from "./state.js";
 import { outcome } from "./table.js";
 
-/** All samples of a group, each a column. */
+/** All samples that a group has in an iteration, each a column. */
 export async function groupView(group, iteration) {
-  const { rollouts } = await ask("group", { ...scope(), of: group });
-  const own = rollouts.filter((row) => row.iteration === iteration);
+  const { rollouts: own } = await ask("group", { ...scope(), of: group, of_iteration: iteration });
   const rewards = own.map((row) => row.reward).filter((reward) => typeof reward === "number");
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
   return [
