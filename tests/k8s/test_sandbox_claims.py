@@ -2,10 +2,12 @@
 
 import asyncio
 import datetime
+import functools
+import itertools
 import json
-import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from roundhouse.config.sandboxes import KubernetesSandbox, LocalSandbox
 from roundhouse.environments import check_sandboxes, environment_config
 from roundhouse.environments.sandbox import SandboxKilled, SandboxUnavailable
-from roundhouse.environments.sandboxes import CommandResult, new_sandbox
+from roundhouse.environments.sandboxes import CommandResult, kubernetes, new_sandbox
 from roundhouse.environments.sandboxes.kubernetes import connect
 from roundhouse.environments.sandboxes.local import LocalProcess
 from roundhouse.errors import ConfigError
@@ -137,6 +139,27 @@ async def test_a_pod_that_is_gone_is_a_failure_of_the_infrastructure(controller:
     await sandbox.close()
 
 
+async def test_claims_that_wait_for_a_pod_keep_no_sandbox_from_running_and_ending(
+    state: ApiState, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_threads", functools.cache(lambda: ThreadPoolExecutor(2)))
+    config = CONFIG.model_copy(update={"start_seconds": 6})
+    running, *waiting = [new_sandbox(config) for _ in range(5)]
+    await running.start()
+    controller.ready = False
+    starts = [asyncio.create_task(each.start()) for each in waiting]
+    await asyncio.sleep(0.5)
+    assert len(claims(state)) == 5, "all of them wait"
+    async with asyncio.timeout(4):
+        assert await running.run("echo fine") == CommandResult(0, "fine\n")
+        for start in starts:
+            start.cancel()
+        await asyncio.wait(starts)
+        for each in (running, *waiting):
+            await each.close()
+    assert claims(state) == []
+
+
 def without_controller(state: ApiState, controller: Controller) -> None:
     controller.ready = False
 
@@ -175,7 +198,7 @@ async def test_what_a_cluster_lacks_is_named(
     keys: dict[str, Any],
     message: str,
 ) -> None:
-    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: clock.__setattr__("monotonic", lambda: 1e9))
+    clock = types.SimpleNamespace(monotonic=itertools.count(0, 10**9).__next__)
     monkeypatch.setattr("roundhouse.environments.sandboxes.kubernetes.time", clock)
     lacking(state, controller)
     sandbox = new_sandbox(CONFIG.model_copy(update=keys))

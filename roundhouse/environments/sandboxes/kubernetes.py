@@ -37,7 +37,7 @@ POD_NAME = "agents.x-k8s.io/pod-name"
 """Annotation of a Sandbox whose pod was adopted from the pool; another's pod has the Sandbox's name."""
 CALL_SECONDS, POLL_SECONDS, GRACE_SECONDS = 30.0, 0.2, 60.0
 CALLS = 64
-"""At once, of all sandboxes of a process: they wait for the cluster."""
+"""Requests and commands at once, of all sandboxes of a process."""
 STDIN, STDOUT, ERROR = 0, 1, 3
 """Channels of an exec; the first byte of each frame. Others say nothing of interest, such as that a channel was closed."""
 
@@ -55,11 +55,9 @@ class ClaimedPod(ExecutedSandbox):
     async def start(self) -> None:
         self._claimed = True
         await _in_thread(self._call, "create a SandboxClaim", self._create)
-        self._pod = await _in_thread(self._call, "read a SandboxClaim", self._wait)
+        self._pod = await self._wait()
         if self._config.runtime_class is not None:
-            pod = await _in_thread(
-                self._call, "get a pod", self._get, f"/api/v1/namespaces/{self._namespace}/pods/{self._pod}"
-            )
+            pod = await self._get("get a pod", f"/api/v1/namespaces/{self._namespace}/pods/{self._pod}")
             if (found := pod["spec"].get("runtimeClassName")) != self._config.runtime_class:
                 raise SandboxUnavailable(
                     f"environment.sandbox.runtime_class is {self._config.runtime_class}, but pods of the warm pool "
@@ -104,16 +102,18 @@ class ClaimedPod(ExecutedSandbox):
         }
         self._request("POST", self._claims(), claim)
 
-    def _wait(self) -> str:
-        """The pod of the claim, once it is ready."""
+    async def _wait(self) -> str:
+        """The pod of the claim, once it is ready. Meanwhile it holds no thread, which sandboxes that run need."""
         deadline = time.monotonic() + self._config.start_seconds
         while True:
-            status = self._get(f"{self._claims()}/{self._claim}").get("status", {})
+            claim = await self._get("read a SandboxClaim", f"{self._claims()}/{self._claim}")
+            status = claim.get("status", {})
             conditions = {each["type"]: each for each in status.get("conditions", [])}
             ready = conditions.get("Ready", {})
             if ready.get("status") == "True" and (name := status.get("sandbox", {}).get("name")):
                 path = f"/apis/{CORE_GROUP}/{VERSION}/namespaces/{self._namespace}/{SANDBOXES}/{name}"
-                return str(self._get(path)["metadata"].get("annotations", {}).get(POD_NAME, name))
+                sandbox = await self._get("read a Sandbox", path)
+                return str(sandbox["metadata"].get("annotations", {}).get(POD_NAME, name))
             if time.monotonic() > deadline:
                 raise SandboxUnavailable(
                     f"The warm pool {self._config.warm_pool} gave no sandbox within {self._config.start_seconds:g} s "
@@ -121,7 +121,7 @@ class ClaimedPod(ExecutedSandbox):
                     f"`kubectl -n {self._namespace} get sandboxwarmpools,sandboxclaims`, and that the controller of "
                     "agent-sandbox runs."
                 )
-            time.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _delete(self) -> None:
         from kubernetes.client.exceptions import ApiException
@@ -132,8 +132,9 @@ class ClaimedPod(ExecutedSandbox):
             if error.status != 404:
                 raise
 
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._request("GET", path)
+    async def _get(self, doing: str, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = await _in_thread(self._call, doing, self._request, "GET", path)
+        return found
 
     def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         client = connect(self._config.context)
