@@ -25,7 +25,7 @@ would lift the weight of exactly the tokens that the policy has unlearnt."""
 class AdaptiveKL(Section):
     """A KL coefficient that steers the measured KL to a target (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    After each iteration: coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon.
+    After each iteration: coefficient *= max(0.5, 1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon).
     """
 
     target: PositiveFloat = 6.0
@@ -419,10 +419,20 @@ class DAPOConfig(GroupRelativeConfig):
     @classmethod
     def _scaled(cls, values: Any) -> Any:
         """The overlong penalty is as large as half of the paper's rewards, -1 and 1, so it comes with them."""
-        reward = values.get("reward") if isinstance(values, dict) else None
-        if isinstance(reward, dict) and reward.get("overlong") is not None:
-            return values | {"reward": {"scaling": {}} | reward}
-        return values
+        if not isinstance(values, dict):
+            return values
+        found, environments = _with_scale(values), values.get("environments")
+        if isinstance(environments, dict):
+            found = found | {"environments": {name: _with_scale(own) for name, own in environments.items()}}
+        return found
+
+
+def _with_scale(section: Any) -> Any:
+    """A section with the default scale in its `reward`, where that has the overlong penalty and does not speak of a scale."""
+    reward = section.get("reward") if isinstance(section, dict) else None
+    if isinstance(reward, dict) and reward.get("overlong") is not None:
+        return section | {"reward": {"scaling": {}} | reward}
+    return section
 
 
 class GSPOConfig(GroupRelativeConfig):

@@ -61,7 +61,13 @@ snapshot   a session is restored from what it wrote down before the newest model
 TaskRow = dict[str, Any]
 """A NeMo Gym task row: `responses_create_params` (input, tools) and the verifier's fields next to it. `task_id` is unique."""
 
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_JSON_TYPES: dict[Any, str] = {
+    inspect.Parameter.empty: "string",
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +107,35 @@ class Tool:
 def tool(
     description: str, **arguments: str
 ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
-    """Mark a method `async def name(self, session, **arguments)` as a tool; `arguments` describe its parameters."""
+    """Mark a method `async def name(self, session, **arguments)` as a tool; `arguments` describe its parameters.
+
+    Its schema follows from the annotations by which calls are checked, such as `list[str]`, `Literal["a", "b"]`, `int | None`.
+    """
 
     def mark(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         signature = inspect.signature(method, eval_str=True)
         properties: dict[str, Any] = {}
         required: list[str] = []
+        named: dict[str, Any] = {}
         for name, parameter in list(signature.parameters.items())[2:]:
-            properties[name] = {"type": _JSON_TYPES.get(parameter.annotation, "string")}
+            properties[name] = _schema_of(parameter.annotation)
+            named |= properties[name].pop("$defs", {})  # their references begin at the root
             if name in arguments:
                 properties[name]["description"] = arguments[name]
             if parameter.default is inspect.Parameter.empty:
                 required.append(name)
         schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        if named:
+            schema["$defs"] = named
         method.__roundhouse_tool__ = (description, schema)  # type: ignore[attr-defined]
         return method
 
     return mark
+
+
+def _schema_of(annotation: Any) -> dict[str, Any]:
+    known = _JSON_TYPES.get(annotation) if isinstance(annotation, type) else None
+    return TypeAdapter(annotation).json_schema() if known is None else {"type": known}
 
 
 def marked_tools(owner: object) -> dict[str, Tool]:

@@ -35,7 +35,7 @@ from roundhouse.replay.readings import (
 )
 from roundhouse.replay.rollouts import open_for_replay
 from roundhouse.replay.stages import load_replay, replay, substituted_config
-from roundhouse.replay.verdicts import judge_all
+from roundhouse.replay.verdicts import judge_all, judge_of
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.policy import delete_run
 from roundhouse.stages.train import release_trainer
@@ -202,7 +202,17 @@ class _Bisector:
         assert found.fall is not None, "it is searched for the cause of a fall"
         self.run, self.found, self.fall, self.right, self.say = run, found, found.fall, right, say
         self.evaluate, self.budget = evaluate, budget
-        search = {"run": run.uid, "metric": found.metric, "right": right, "code": code_version()}
+        # All that decides what a replay of this search is, by its number
+        search = {
+            "run": run.uid,
+            "metric": found.metric,
+            "fall": [self.fall.good, self.fall.bad],
+            "right": right,
+            "judge": _judge(run),
+            "evaluate": evaluate,
+            "budget": budget,
+            "code": code_version(),
+        }
         self.name = f"bisect-{run.run_id}-{digest_of_tree(search)[:8]}"
         self.window = list(range(self.fall.good + 1, self.fall.bad + 1))
         self.before, self.after = self.fall.before, self.fall.after
@@ -583,6 +593,14 @@ class _Bisector:
             ):
                 return f"the engine held the weights of version {older}, not {version}"
         return f"log-probabilities are {apart:.3g} nats a token from those of the weights of version {version}"
+
+
+def _judge(run: Run) -> dict[str, Any]:
+    """What the verdicts of today depend on; nothing where the environment cannot be loaded, so that none are given."""
+    try:
+        return judge_of(run.config.environment)
+    except RoundhouseError:
+        return {}
 
 
 def _does(trial: Trial) -> bool:

@@ -19,6 +19,7 @@ from roundhouse.errors import DataError, StoreError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import PolicyClient
 from roundhouse.replay.rollouts import open_for_replay
+from roundhouse.replay.verdicts import refuse_other_collection
 from roundhouse.rollout.plan import branch_spec
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.recording import run_branch
@@ -77,10 +78,11 @@ def branch(
         checkpoint: of the policy version that the engine at `engine_url` holds.
 
     Raises:
-        StoreError: the iteration has no collection, or not these rollouts.
+        StoreError: the iteration has no collection, or not these rollouts; or `name` holds such branches of another collection.
         ConfigError: the environment cannot be given recorded replies.
         DataError: all branches failed, as those of rollouts that cannot be rebuilt do; nothing is stored.
     """
+    collection = _collection(run, iteration)
     chosen = stored_rollouts(run, iteration, rollout_ids)
     request = {"rollouts": list(rollout_ids), "turn": turn, "samples": samples}
     version = checkpoint.policy_version
@@ -107,7 +109,8 @@ def branch(
             raise DataError(
                 f"No branch from turn {turn} has an outcome. The first: {made[0].failure_code}: {made[0].failure_detail}"
             )
-        done = _commit(run, stage, checkpoint, made, request)
+        done = _commit(run, stage, checkpoint, collection, made, request)
+    refuse_other_collection(done, collection, "branches")
     made = read_rollouts(done)
     return _outcome(done, chosen, made)
 
@@ -118,17 +121,28 @@ def stored_rollouts(run: Run, iteration: int, rollout_ids: Sequence[str]) -> lis
     Raises:
         StoreError: it has no collection, or one of them is not in it; some of those that are get listed.
     """
-    collection = run.stage(iteration, StageKind.COLLECT).reference()
-    if collection is None:
-        raise StoreError(f"Run {run.run_id!r} has no complete collection of iteration {iteration}.")
-    by_id = {each.rollout_id: each for each in read_rollouts(collection)}
+    by_id = {each.rollout_id: each for each in read_rollouts(_collection(run, iteration))}
     if missing := [each for each in rollout_ids if each not in by_id]:
         some = ", ".join(list(by_id)[:5])
         raise StoreError(f"Iteration {iteration} has no rollout {missing[0]!r}. It has {len(by_id)}, such as {some}.")
     return [by_id[each] for each in rollout_ids]
 
 
-def _commit(run: Run, stage: Stage, checkpoint: Reference, made: list[Rollout], request: dict[str, Any]) -> Reference:
+def _collection(run: Run, iteration: int) -> Reference:
+    collection = run.stage(iteration, StageKind.COLLECT).reference()
+    if collection is None:
+        raise StoreError(f"Run {run.run_id!r} has no complete collection of iteration {iteration}.")
+    return collection
+
+
+def _commit(
+    run: Run,
+    stage: Stage,
+    checkpoint: Reference,
+    collection: Reference,
+    made: list[Rollout],
+    request: dict[str, Any],
+) -> Reference:
     attempt = stage.begin(
         Provenance(
             policy_version=checkpoint.policy_version,
@@ -141,8 +155,6 @@ def _commit(run: Run, stage: Stage, checkpoint: Reference, made: list[Rollout], 
     attempt.write_table("rollouts", rollouts_table(made))
     ledger = Ledger.from_rollouts(made, requested=len(made))
     rewards = [each.reward for each in made if each.reward is not None]
-    collection = run.stage(stage.iteration, StageKind.COLLECT).reference()
-    assert collection is not None, "its rollouts were read"
     return attempt.commit(
         inputs={"weights": checkpoint, "rollouts": collection},
         counts=ledger.counts(),

@@ -102,7 +102,7 @@ def rescore(
         overrides: `environment.key=value` over the configuration that the rollouts were collected with.
 
     Raises:
-        StoreError: there is nothing to judge, or `name` holds verdicts of another judge.
+        StoreError: there is nothing to judge, or `name` holds verdicts of another judge or on another collection.
         ConfigError: the environment cannot be loaded, cannot be given recorded replies, or another key is overridden.
     """
     collected = collections_of(store, source, iterations)
@@ -124,18 +124,43 @@ def rescore(
         if version is None:
             version = _commit(stage, reference, config, judged_rollouts(reference, config, store))
         else:
-            theirs, ours = flatten(read_manifest(version).details["judge"]), flatten(judge_of(config))
-            # A key that was unknown then is one that is unset
-            if changed := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-                raise StoreError(
-                    f"{version.uri} holds the verdicts of another judge: {', '.join(changed)} differ. Give these verdicts "
-                    "another --name."
-                )
+            refuse_other_collection(version, reference, "verdicts")
+            _refuse_other_judge(version, config)
         versions.append(version)
         done += reference.counts.get("requested", 0)
         if progress is not None:
             progress(done, total)
     return verdict_diff(versions)
+
+
+def refuse_other_collection(version: Reference, collection: Reference, what: str) -> None:
+    """
+    Args:
+        what: the version holds, for the message.
+
+    Raises:
+        StoreError: this version of a dataset was made of another collection, one of the same name or a former one in its place.
+    """
+    made_of = read_manifest(version).inputs.get("rollouts")
+    if made_of is None or made_of.digest != collection.digest:
+        theirs = "nothing that is on record" if made_of is None else _place_and_digest(made_of)
+        raise StoreError(
+            f"{version.uri} was made of {theirs}, not of {_place_and_digest(collection)}. Give these {what} another --name."
+        )
+
+
+def _place_and_digest(reference: Reference) -> str:
+    return f"{reference.uri} ({reference.digest[:12]}…)"
+
+
+def _refuse_other_judge(version: Reference, config: EnvironmentConfig) -> None:
+    theirs, ours = flatten(read_manifest(version).details["judge"]), flatten(judge_of(config))
+    # A key that was unknown then is one that is unset
+    if changed := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+        raise StoreError(
+            f"{version.uri} holds the verdicts of another judge: {', '.join(changed)} differ. Give these verdicts another "
+            "--name."
+        )
 
 
 def collections_of(store: str, source: str | Sequence[str], iterations: range | None = None) -> list[Reference]:
@@ -299,7 +324,7 @@ def rescored_inputs(run: Run, name: str, iterations: Sequence[int]) -> Iterator[
     """The versions of a re-scored dataset that hold this run's iterations.
 
     Raises:
-        StoreError: an iteration was not re-scored.
+        StoreError: an iteration was not re-scored, or another collection of that name was.
     """
     for k in iterations:
         place = Location(run.config.store) / f"datasets/{name}/{run.run_id}-i{k:06d}"
@@ -309,4 +334,15 @@ def rescored_inputs(run: Run, name: str, iterations: Sequence[int]) -> Iterator[
                 f"{place.uri} is not there: iteration {k} of {run.run_id} was not re-scored into {name!r}. "
                 f"roundhouse rescore {run.run_id} --iterations {k} --name {name}"
             )
+        collected, judged = run.stage(k, StageKind.COLLECT).reference(), _first_judged(reference)
+        if collected is not None:
+            refuse_other_collection(judged, collected, "verdicts")
         yield k, reference
+
+
+def _first_judged(version: Reference) -> Reference:
+    """Of verdicts on verdicts, the version whose verdicts are on what a run collected."""
+    origin = read_manifest(version).inputs.get("rollouts")
+    while origin is not None and origin.uri.split("/")[-3] == "datasets":
+        version, origin = origin, read_manifest(origin).inputs.get("rollouts")
+    return version

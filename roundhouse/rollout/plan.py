@@ -55,8 +55,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from roundhouse.config.models import RolloutConfig
 from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs, SuccessBand
@@ -351,15 +354,21 @@ class WeightedTasks(Sequence[TaskRow]):
     def __init__(self, tasks: Mapping[str, Sequence[TaskRow]], weights: Mapping[str, float]) -> None:
         self.tasks, self.weights = tasks, weights
         total, reached = sum(weights.values()), 0.0
-        self._bounds: list[float] = []
+        bounds: list[float] = []
         for name in tasks:
             reached += weights[name] / total
-            self._bounds.append(reached)
+            bounds.append(reached)
+        self._bounds = tuple(bounds[:-1])  # what lies behind all of these is the last one's
 
-    def names(self, count: int) -> list[str]:
-        """The environments of the first `count` positions."""
-        known, last = list(self.tasks), len(self.tasks) - 1
-        return [known[min(bisect_right(self._bounds, place * GOLDEN % 1.0), last)] for place in range(count)]
+    def names(self, begin: int, end: int) -> list[str]:
+        """The environments of the positions from `begin` to before `end`."""
+        known = list(self.tasks)
+        return [known[bisect_right(self._bounds, place * GOLDEN % 1.0)] for place in range(begin, end)]
+
+    def counts(self, end: int) -> dict[str, int]:
+        """How many of the positions before `end` each environment has."""
+        below = [0, *_weyl_below(self._bounds, end), end]
+        return {name: after - before for name, (before, after) in zip(self.tasks, pairwise(below), strict=True)}
 
     def __len__(self) -> int:
         return sum(map(len, self.tasks.values()))
@@ -369,6 +378,21 @@ class WeightedTasks(Sequence[TaskRow]):
 
 
 GOLDEN = (5**0.5 - 1) / 2
+BLOCK = 2**16
+"""Positions that are counted at once: a scheduled collection has billions before its own."""
+
+
+@lru_cache(maxsize=64)
+def _weyl_below(bounds: tuple[float, ...], end: int) -> list[int]:
+    """Of the positions before `end`, how many have a value of Weyl's sequence below each bound."""
+    below = [0] * len(bounds)
+    places = np.arange(BLOCK, dtype=np.float64)
+    for begin in range(0, end, BLOCK):
+        values = (places[: end - begin] + begin) * GOLDEN
+        values -= np.floor(values)
+        for number, bound in enumerate(bounds):
+            below[number] += int(np.count_nonzero(values < bound))
+    return below
 
 
 def sample_tasks(
@@ -397,19 +421,19 @@ def sample_tasks(
             )
         positions = [divmod(position, length) for position in range(begin, begin + n)]
         return _in_epochs(rows, seed, positions, shuffle)
-    names = rows.names(begin + n)
+    names, before = rows.names(begin, begin + n), rows.counts(begin)
     drawn = {
         name: iter(
             _in_epochs(
                 own,
                 seed,
-                [divmod(place, len(own)) for place in range(names[:begin].count(name), names.count(name))],
+                [divmod(before[name] + place, len(own)) for place in range(names.count(name))],
                 shuffle,
             )
         )
         for name, own in rows.tasks.items()
     }
-    return [next(drawn[name]) for name in names[begin:]]
+    return [next(drawn[name]) for name in names]
 
 
 def _in_epochs(
@@ -451,7 +475,7 @@ def draw_by_weight(
                 "rollout.curriculum.kind to epochs."
             )
         return [order[place % len(order)] for place in range((number - 1) * n, number * n)]
-    names = rows.names((iteration + 1) * n)[iteration * n :]
+    names = rows.names(iteration * n, (iteration + 1) * n)
     drawn = {
         name: iter(
             draw_by_weight(own, curriculum, history, derive_seed(seed, name), iteration, names.count(name), number)

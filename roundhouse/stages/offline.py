@@ -261,12 +261,24 @@ def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
                 f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
                 f"{wanted:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
             )
-        if manifest.details.get("written") and not isinstance(run.config.train.algorithm, CrossEntropyConfig):
-            raise ConfigError(
-                f"train.algorithm.kind is {run.config.train.algorithm.kind}, but dataset {label_of(reference)} was written "
-                "and not sampled: it has no log-probabilities to weigh its tokens by. Set it to cross_entropy (--method sft)."
-            )
+        if manifest.details.get("written"):
+            _refuse_weights_of_tokens(run.config, label_of(reference))
         _refuse_other_tokens(run, reference, manifest)
+
+
+def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
+    """What was written was sampled from no policy: nothing can be weighed by, or expected over, how likely its tokens were."""
+    algorithm = config.train.algorithm
+    written = f"dataset {label} was written and not sampled: it has no log-probabilities to weigh its tokens by"
+    if not isinstance(algorithm, CrossEntropyConfig):
+        raise ConfigError(
+            f"train.algorithm.kind is {algorithm.kind}, but {written}. Set it to cross_entropy (--method sft)."
+        )
+    if algorithm.kl_coefficient > 0:
+        raise ConfigError(
+            f"train.algorithm.kl_coefficient is {algorithm.kl_coefficient:g}, but {written}, and the KL to the reference is "
+            "an expectation over what the policy samples. Set it to 0."
+        )
 
 
 def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> None:

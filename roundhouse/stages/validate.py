@@ -243,12 +243,15 @@ def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str)
     """
     filtered = _filtered(result)
     refused, requested = result.quarantine.num_rows - filtered, result.ledger.requested - filtered
-    of_tasks = result.sequences.filter(pc.is_null(result.sequences["branched_from"]))
-    groups = pc.count_distinct(of_tasks["group_id"]).as_py()
+    sequences = result.sequences
+    there = {*sequences["rollout_id"].to_pylist(), *result.quarantine["rollout_id"].to_pylist()}
+    owners = zip(sequences["group_id"].to_pylist(), sequences["branched_from"].to_pylist(), strict=True)
+    # Branches count where the rollout that they left is elsewhere, as in a dataset of branches
+    groups = len({group for group, origin in owners if origin not in there})
     if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
         raise TooFewSequences(
             f"{what}: {refused} of {requested} rollouts were refused ({result.reasons}), "
-            f"{result.sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
+            f"{sequences.num_rows} sequences of {groups} groups are left; validation.max_quarantine_fraction is "
             f"{config.validation.max_quarantine_fraction}, failures.min_groups {config.failures.min_groups}. The evidence is "
             f"in {place} (dataset quarantine)." + (NONE_WITH_SPREAD if filtered and not groups else "")
         )

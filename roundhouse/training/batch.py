@@ -97,7 +97,8 @@ class TrainingSequences:
         return bool(self.gen_logprobs.any())
 
     def select(self, chosen: np.ndarray) -> TrainingSequences:
-        """The sequences where `chosen` ([S] bool) is true, at least one, in the same order."""
+        """The sequences where `chosen` ([S] bool) is true, at least one, in the same order; with the reward components that any
+        of them has."""
         tokens = np.repeat(chosen, self.lengths)
         places = np.flatnonzero(chosen)
         return TrainingSequences(
@@ -112,7 +113,11 @@ class TrainingSequences:
             gen_logprobs=self.gen_logprobs[tokens],
             truncated=self.truncated[chosen],
             generated_tokens=self.generated_tokens[chosen],
-            reward_components={name: values[chosen] for name, values in self.reward_components.items()},
+            reward_components={
+                name: values[chosen]
+                for name, values in self.reward_components.items()
+                if not np.isnan(values[chosen]).all()
+            },
             branched_from=[self.branched_from[place] for place in places],
             turn_rewards=[self.turn_rewards[place] for place in places],
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from bisect import bisect_right
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.loading import parse_config, unnamed_code
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import demonstrating
+from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError
 from roundhouse.policy.warm_start import _texts
 from roundhouse.rollout.clients import open_environment
-from roundhouse.rollout.plan import plan_rollouts, sample_tasks
+from roundhouse.rollout.plan import BLOCK, GOLDEN, WeightedTasks, plan_rollouts, sample_tasks
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.preflight import refuse_unready
@@ -67,6 +70,25 @@ def test_each_environment_comes_in_epochs_of_its_own() -> None:
     count = sum(row["task_id"].startswith("lakes/") for row in environment.tasks("train"))
     assert count <= len(lakes)
     assert len(set(lakes[:count])) == count, "no task twice in an epoch"
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 0.7, "c": 1.3}, {"a": 0.0, "b": 2.0}])
+def test_a_draw_goes_on_from_all_positions_before_it_and_lists_none_of_them(weights: dict[str, float]) -> None:
+    """A scheduled collection is draw number 29 million: minutes since 1970."""
+    ends = [sum(list(weights.values())[: place + 1]) / sum(weights.values()) for place in range(len(weights))]
+    names = [
+        list(weights)[min(bisect_right(ends, place * GOLDEN % 1.0), len(ends) - 1)] for place in range(2 * BLOCK + 99)
+    ]
+    own = {name: [task_row("x", task_id=f"{name}/{number}") for number in range(1000)] for name in weights}
+    tasks = WeightedTasks(own, weights)
+    for begin in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, len(names) - 1):
+        [row] = sample_tasks(tasks, 0, begin, 1, shuffle=False)
+        assert row["task_id"] == f"{names[begin]}/{names[:begin].count(names[begin]) % 1000}"
+    tracemalloc.start()
+    assert len(sample_tasks(tasks, 0, 2**21, 2)) == 2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23, "bytes; a list of the names before would take four times as many"
 
 
 def test_held_out_rows_of_a_file_are_evaluated_by_row(tmp_path: Path) -> None:

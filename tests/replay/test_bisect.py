@@ -54,6 +54,8 @@ def test_the_command_names_the_reward_code_and_leaves_a_sound_store(tmp_path: Pa
     assert verify(run.config.store).problems == []
     again = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert (again["cause"], again["iteration"]) == ("reward", 5)
+    assert bisect(run.config.store, run.run_id, evaluate=True).cause == "", "no engine is there to measure by"
+    assert replay_names(run.config.store) == [kept], "another search leaves what this one kept"
 
 
 @pytest.mark.long

@@ -16,11 +16,13 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import EnvironmentConfig, Sampling, ValidationConfig
 from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN
+from roundhouse.errors import StoreError
 from roundhouse.generation.protocol import Completion
 from roundhouse.replay.branches import branch, branch_one
 from roundhouse.replay.rollouts import open_for_replay
 from roundhouse.rollout.recording import Recording
 from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.stages.policy import delete_run
 from roundhouse.store.run import open_run
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import chains_of, rebuild_prompts, sequences_table
@@ -188,6 +190,13 @@ def test_a_stored_rollout_goes_on_in_a_new_sandbox_with_the_files_that_its_comma
         stored = read_rollouts(collect_iteration(run, 1, weights, engine.url))
         branches = [branch(run, 1, [each.rollout_id for each in stored], 1, "b", engine.url, weights, samples=2)]
         branches += [branch(run, 1, [each.rollout_id for each in stored], 3, "c", engine.url, weights, samples=1)]
+        delete_run(run)
+        again = open_run(run.config)
+        collect_iteration(again, 1, weights, engine.url)
+        with pytest.raises(
+            StoreError, match=r"was made of .*collect \(.*\), not of .*Give these branches another --name"
+        ):
+            branch(again, 1, [each.rollout_id for each in stored], 1, "b", engine.url, weights, samples=2)
     assert [each.reasons for each in branches] == [{}, {}]
     written, read = [], []
     for made in read_rollouts(branches[0].version):

@@ -12,10 +12,11 @@ from roundhouse.config.section import Section
 from roundhouse.environments import BUILT_IN
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.replay.rollouts import Judged
-from roundhouse.replay.verdicts import judge_all, rescore
+from roundhouse.replay.verdicts import judge_all, rescore, rescored_inputs
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.offline import find_datasets
+from roundhouse.stages.policy import delete_run
 from roundhouse.store.run import Run
 from roundhouse.store.stage import read_table
 from roundhouse.store.verification import verify as verify_store
@@ -164,3 +165,27 @@ def test_a_run_trains_from_the_rescored_versions(recorded: tuple[Run, list[Rollo
     assert [reference.iteration for reference in versions] == [1, 2]
     read = [rollout for reference in versions for rollout in read_rollouts(reference)]
     assert {(r.rollout_id, r.reward) for r in read} == {(r.rollout_id, r.reward) for r in rollouts}
+
+
+def test_verdicts_on_another_collection_of_the_same_name_are_not_taken_for_these(tmp_path: Path) -> None:
+    def made(rollouts: list[Rollout]) -> Run:
+        run = opened(tmp_path, {"kind": "calculator"})
+        collected(run, 1, rollouts)
+        return run
+
+    rollouts = demonstrated(CONFIG.validate_python({"kind": "calculator"}), tasks=4)
+    run = made(rollouts[:8])
+    store = run.config.store
+    for name in ("former", "latter"):
+        rescore(store, run.run_id, name)
+    rescore(store, ["former"], "both")
+    assert dict(rescored_inputs(run, "both", [1])).keys() == {1}, "verdicts on verdicts are of the run's collection"
+    with pytest.raises(
+        StoreError, match=r"was made of .*former.*, not of .*latter.*\. Give these verdicts another --name"
+    ):
+        rescore(store, ["former", "latter"], "both")
+    delete_run(run)
+    again = made(rollouts[8:])
+    for act in (lambda: rescore(store, run.run_id, "former"), lambda: list(rescored_inputs(again, "former", [1]))):
+        with pytest.raises(StoreError, match=r"was made of .*recorded/iterations/000001/collect \(.*another --name"):
+            act()

@@ -289,6 +289,9 @@ def test_a_reward_outside_of_its_scale_is_refused_unless_it_is_to_be_clamped() -
     assert clamped.metrics["reward_shaped"] == pytest.approx((-1 + 1 + 1) / 3)
     plain = compute(sequences, kind="dapo", reward={"overlong": overlong, "scaling": None})
     assert plain.metrics["reward_shaped"] == 2
+    alone = batch({"words/g": [0.0, 1.0]})
+    own = compute(alone, kind="dapo", environments={"words": {"reward": {"overlong": overlong}}})
+    assert own.metrics["reward_shaped"] == 0, "an environment's own penalty brings it, too"
 
 
 def test_a_group_that_shaping_makes_equal_is_not_trained_on() -> None:
@@ -312,6 +315,7 @@ def test_the_controller_moves_towards_its_target_by_at_most_a_fifth_a_horizon() 
     assert next_coefficient(0.5, 9.0, 100, controller) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
     assert next_coefficient(0.5, 0.0, 100, controller) == pytest.approx(0.5 * (1 - 0.2 * 0.1))
     assert next_coefficient(0.5, 9.0, 100, None) == 0.5
+    assert next_coefficient(0.5, 0.0, 5001, controller) == 0.25, "never below half of it, however many rollouts"
     found = compute(
         batch({"g": [1.0, 0.0]}), AlgorithmInputs(kl_coefficient=0.7), kind="grpo", kl_coefficient=0.1, adaptive_kl={}
     )

@@ -134,6 +134,24 @@ def test_environments_without_settings_are_computed_together_as_ever() -> None:
     assert not np.array_equal(found, computed(section(**run), three).columns.advantages[np.repeat(rest, three.lengths)])
 
 
+def test_gdpo_weighs_the_components_that_each_environment_gives() -> None:
+    given = {"calc": ("right", "short"), "words": ("format", "order", "spelling")}
+
+    def with_components(environment: str) -> list[dict[str, Any]]:
+        draw = np.random.default_rng(1)
+        return [
+            row | {"reward_components": {name: draw.uniform() for name in given[environment]}}
+            for row in rows(environment)
+        ]
+
+    sequences = TrainingSequences.from_records([*with_components("calc"), *with_components("words")])
+    joined = computed(section(kind="gdpo", environments={"words": {"mask_truncated": True}}), sequences)
+    for name, settings in (("calc", {}), ("words", {"mask_truncated": True})):
+        alone = computed(section(kind="gdpo", **settings), TrainingSequences.from_records(with_components(name)))
+        tokens = np.repeat(of_environment(sequences, name), sequences.lengths)
+        assert np.array_equal(joined.columns.advantages[tokens], alone.columns.advantages)
+
+
 def test_metrics_of_the_whole_are_what_one_algorithm_reports() -> None:
     sequences = mixed("calc", "words")
     run = {"kl_coefficient": 0.1, "kl_placement": "reward"}

@@ -193,6 +193,8 @@ def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping) -
 
 MAX_RELATIVE_ERROR = 0.2
 """The adaptive controller moves by at most this share a horizon, however far the KL is from its target."""
+LEAST_FACTOR = 0.5
+"""The adaptive controller takes away at most half an iteration: with many more rollouts than a horizon it would go below 0."""
 
 
 def sampled_kl(old: np.ndarray, reference: np.ndarray, estimator: Literal["k1", "k2", "k3"]) -> np.ndarray:
@@ -220,7 +222,7 @@ def next_coefficient(coefficient: float, measured: float, rollouts: int, control
     if controller is None:
         return coefficient
     error = min(max(measured / controller.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-    return coefficient * (1 + error * rollouts / controller.horizon)
+    return coefficient * max(1 + error * rollouts / controller.horizon, LEAST_FACTOR)
 
 
 @dataclass(frozen=True, slots=True)

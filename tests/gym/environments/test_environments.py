@@ -1,8 +1,10 @@
+import inspect
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from playing import rewards_of
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import (
@@ -14,6 +16,7 @@ from roundhouse.config.models import (
     SortEnvironment,
 )
 from roundhouse.environments import Calculator, load
+from roundhouse.environments.base import Toolbox, marked_tools, tool
 from roundhouse.environments.generated import GeneratedEnvironment
 from roundhouse.errors import ConfigError
 
@@ -79,3 +82,41 @@ def test_holding_out_everything_is_refused_at_the_configuration() -> None:
         CalculatorEnvironment(heldout_fraction=1.0)
     with pytest.raises(ConfigError, match="no task is left to train on"):
         Calculator(heldout_fraction=1.0)
+
+
+class Colour(BaseModel):
+    red: int
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "value"),
+    [
+        (str, TEXT, "a"),
+        (inspect.Parameter.empty, TEXT, "a"),
+        (int, NUMBER, 1),
+        (list[str], {"type": "array", "items": TEXT}, ["a"]),
+        (dict, {"type": "object", "additionalProperties": True}, {"a": 1}),
+        (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}, "b"),
+        (int | None, {"anyOf": [NUMBER, {"type": "null"}]}, None),
+        (Annotated[int, Field(ge=1)], NUMBER | {"minimum": 1}, 1),
+        (list[Colour], {"type": "array", "items": {"$ref": "#/$defs/Colour"}}, [{"red": 1}]),
+    ],
+    ids=str,
+)
+async def test_a_call_that_follows_the_schema_of_a_tool_is_accepted(
+    kind: Any, schema: dict[str, Any], value: Any
+) -> None:
+    async def show(self: Any, session: Any, given: Any) -> str:
+        return "shown"
+
+    show.__annotations__["given"] = kind
+    if kind is inspect.Parameter.empty:
+        del show.__annotations__["given"]
+    shown = type("Shown", (), {"show": tool("Show.", given="It.")(show), "tools": marked_tools})()
+    parameters = shown.tools()["show"].parameters
+    assert parameters["properties"] == {"given": schema | {"description": "It."}}
+    assert set(parameters.get("$defs", {})) == ({"Colour"} if "Colour" in str(kind) else set())
+    assert (await Toolbox(shown).call(None, "show", {"given": value})).ok
