@@ -31,8 +31,6 @@ from roundhouse.config.section import LAUNCHERS, RECORDED, operational_keys
 from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """Read a configuration file and apply overrides such as `train.optimizer.learning_rate=3e-4`.
@@ -45,7 +43,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
         near = sorted(str(p) for p in Path("configs").glob("*.yaml")) if Path("configs").is_dir() else []
         hint = f" There are: {', '.join(near)}." if near else ""
         raise ConfigError(f"No configuration file {file}.{hint}")
-    tree = read_yaml(file, lambda text: _expand_variables(text, file)) or {}
+    tree = read_yaml(file, lambda name, default: _variable(name, default, file)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, not a mapping of keys.")
     if store := os.environ.get("ROUNDHOUSE_STORE"):
@@ -139,24 +137,21 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _expand_variables(text: str, file: Path) -> str:
-    def replace(match: re.Match[str]) -> str:
-        name, default = match.group(1), match.group(2)
-        if name == "CONFIG_DIR":
-            return str(file.parent)
-        if name != "PWD" and is_secret_name(name):  # a shell's working directory
-            raise ConfigError(
-                f"{file} takes in the environment variable {name}, a secret by its name, which would be written to the store, "
-                "to Prefect and to MLflow. Name the variable instead: {variable: NAME} under environment.parameters, the key "
-                "that ends in _variable elsewhere."
-            )
-        if name in os.environ:
-            return os.environ[name]
-        if default is not None:
-            return default
-        raise ConfigError(f"{file} needs the environment variable {name}: set it, or write ${{{name}:-default}}.")
-
-    return _VARIABLE.sub(replace, text)
+def _variable(name: str, default: str | None, file: Path) -> str:
+    """The text of `${name}` or `${name:-default}` in the file."""
+    if name == "CONFIG_DIR":
+        return str(file.parent)
+    if name != "PWD" and is_secret_name(name):  # a shell's working directory
+        raise ConfigError(
+            f"{file} takes in the environment variable {name}, a secret by its name, which would be written to the store, "
+            "to Prefect and to MLflow. Name the variable instead: {variable: NAME} under environment.parameters, the key "
+            "that ends in _variable elsewhere."
+        )
+    if name in os.environ:
+        return os.environ[name]
+    if default is not None:
+        return default
+    raise ConfigError(f"{file} needs the environment variable {name}: set it, or write ${{{name}:-default}}.")
 
 
 def _explain(item: Any) -> str:

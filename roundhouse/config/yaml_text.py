@@ -6,6 +6,7 @@ neither nesting nor aliases make it larger than `MAX_NODES`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,21 @@ MAX_DEPTH = 100
 """Levels of nesting; PyYAML and pydantic recurse, and Python ends that at about a thousand calls."""
 MAX_NODES = 100_000
 """Keys, values and collections, those that aliases repeat included: eight levels of nine aliases would be 43 million."""
+Variable = Callable[[str, str | None], str]
+"""The text of a variable, from its name and what stands after `:-`, if anything."""
+_VARIABLE = re.compile(r"\$\{\w+(?::-[^}]*)?\}")
+_HIDE = {ord(sign): 0xE000 + ord(sign) for sign in "${}[],:?#"}
+"""What would end a scalar, or begin something else, as private characters: so a variable is part of its scalar anywhere."""
+_SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
+_HIDDEN = re.compile("\ue024\ue07b(\\w+)(?:\ue03a-([^\ue07d]*))?\ue07d")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with duplicate keys, self-references and expansion without bound refused."""
+    """PyYAML's safe loader with duplicate keys, self-references and expansion without bound refused, and with variables."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, variable: Variable | None) -> None:
+        super().__init__(_VARIABLE.sub(lambda found: found[0].translate(_HIDE), text) if variable else text)
+        self._variable = variable
         self._depth = self._nodes = 0
         self._sizes: dict[str, int] = {}
         """Nodes below each anchor that is complete."""
@@ -44,10 +53,38 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise yaml.YAMLError(f"line {line} is nested more than {MAX_DEPTH} levels deep")
+        held = self._expand(event, line) if isinstance(event, yaml.ScalarEvent) else None
         node = super().compose_node(parent, index)
+        if held is not None:
+            node = held
+            if anchor is not None:
+                self.anchors[anchor] = held
         self._depth -= 1
         if anchor is not None and not isinstance(event, yaml.AliasEvent):
             self._sizes[anchor] = self._nodes - begun
+        return node
+
+    def _expand(self, event: yaml.ScalarEvent, line: int) -> yaml.Node | None:
+        """Put the texts of its variables into a scalar; what one alone holds, where that is a list, a mapping or in quotes."""
+        variable = self._variable
+        if variable is None or not _HIDDEN.search(event.value):
+            return None
+        alone, plain = _HIDDEN.fullmatch(event.value), event.implicit[0]
+        event.value = _HIDDEN.sub(lambda found: variable(found[1], found[2] and found[2].translate(_SHOW)), event.value)
+        if not plain:
+            return None
+        event.value = event.value.strip()
+        if not alone or event.value[:1] + event.value[-1:] not in ("[]", "{}", "''", '""'):
+            return None
+        inner = _Loader(event.value, None)
+        inner._depth, inner._nodes = self._depth, self._nodes
+        try:
+            node = inner.get_single_node()
+        except yaml.YAMLError as error:
+            raise yaml.YAMLError(f"what the variable in line {line} holds cannot be read: {error}") from error
+        finally:
+            inner.dispose()
+        self._nodes = inner._nodes
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -66,13 +103,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def load_yaml(text: str) -> Any:
-    """The value of a YAML text.
+def load_yaml(text: str, variable: Variable | None = None) -> Any:
+    """The value of a YAML text; with `variable`, `${NAME}` and `${NAME:-default}` in its scalars are what that gives.
+
+    A variable is text of its scalar, whatever it holds. A scalar without quotes is then read as a number, null, … where it is
+    one, and as a list, a mapping or text in quotes where one variable is all of it.
 
     Raises:
         yaml.YAMLError: no YAML, a key given twice, too deep, too large, or a value that is none, such as the 31st of February.
     """
-    loader = _Loader(text)
+    loader = _Loader(text, variable)
     try:
         return loader.get_single_data()
     except ValueError as error:
@@ -81,8 +121,8 @@ def load_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def read_yaml(file: Path, prepare: Callable[[str], str] = str) -> Any:
-    """The value of a YAML file, whose text goes through `prepare` first.
+def read_yaml(file: Path, variable: Variable | None = None) -> Any:
+    """The value of a YAML file, as `load_yaml` has it.
 
     Raises:
         ConfigError: it cannot be read, or is no YAML that `load_yaml` takes.
@@ -95,9 +135,9 @@ def read_yaml(file: Path, prepare: Callable[[str], str] = str) -> Any:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
     try:
-        return load_yaml(prepare(text))
+        return load_yaml(text, variable)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {str(error).rstrip('.')}.") from error
+        raise ConfigError(f"{file} is not valid YAML: {str(error).translate(_SHOW).rstrip('.')}.") from error
 
 
 _IN_WORDS = {  # every pattern of a key or form field: an expression is no remedy; a test goes through all schemas

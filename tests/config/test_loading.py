@@ -84,6 +84,41 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${SIGNS}/b", "/my #1: [dir], {x}:/b"),
+        ("${SIGNS}", "/my #1: [dir], {x}:"),
+        ("'${SIGNS}'", "/my #1: [dir], {x}:"),
+        ("|-\n      ${LINES}", "a: 1\nb"),
+        ("{a: ${SIGNS}, '${SIGNS}': [${N}]}", {"a": "/my #1: [dir], {x}:", "/my #1: [dir], {x}:": [7]}),
+        ("[${N}, '${N}', ${N}${N}, '\\x24{N}', \"\\x24{N}\"]", [7, "7", 77, "\\x24{N}", "${N}"]),
+        ("${LIST}", [1, {"a": "x"}]),
+        ("${NO_SUCH:-[1, 2]}", [1, 2]),
+        ('[${NO_SUCH:-null}, ${NO_SUCH:-}x, ${NO_SUCH:-"a, b"}, ${NO_SUCH:-a: #b}]', [None, "x", "a, b", "a: #b"]),
+        ("[&it ${LIST}, *it]", [[1, {"a": "x"}]] * 2),
+        ("${LINE}  # ${HF_TOKEN} ${NO_SUCH}", 8),
+    ],
+)
+def test_a_variable_is_text_of_its_value_whatever_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, value: Any
+) -> None:
+    held = {"SIGNS": "/my #1: [dir], {x}:", "LINES": "a: 1\nb", "LIST": "[1, {a: x}]", "N": "7", "LINE": "8\n"}
+    for name, one in held.items():
+        monkeypatch.setenv(name, one)
+    config = load_config(
+        write(tmp_path, f"run_id: a\nenvironment:\n  kind: custom\n  target: a:B\n  parameters:\n    x: {text}\n")
+    )
+    assert config.environment.parameters == {"x": value}
+
+
+def test_a_directory_keeps_its_whole_name_and_an_error_shows_variables_as_they_are_written(tmp_path: Path) -> None:
+    (folder := tmp_path / "my #1 dir").mkdir()
+    assert load_config(write(folder, "run_id: a\nstore: ${CONFIG_DIR}/store")).store == f"{folder}/store"
+    with pytest.raises(ConfigError, match=r"(?s)line 2.*\$\{CONFIG_DIR\}: \[x"):
+        load_config(write(folder, "run_id: a\n${CONFIG_DIR}: [x y"))
+
+
+@pytest.mark.parametrize(
     ("tree", "names"),
     [
         ({"rollout": {"group_size": 1}}, "rollout.group_size"),
