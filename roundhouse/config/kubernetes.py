@@ -5,11 +5,11 @@ Invariant: nothing here changes what a run computes, only where and under which 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section
+from roundhouse.config.section import PositiveFloat, PositiveInt, Section, is_recorded
 
 Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
 """An amount as Kubernetes writes it: 500m, 8Gi."""
@@ -23,8 +23,26 @@ class Toleration(Section):
 
     key: str | None = None
     operator: Literal["Exists", "Equal"] = "Exists"
+    """Unset: Equal where there is a value."""
     value: str | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _operator(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("value") is not None:
+            return {"operator": "Equal"} | given
+        return given
+
+    @model_validator(mode="after")
+    def _as_kubernetes_has_it(self, info: ValidationInfo) -> Self:
+        if is_recorded(info):
+            return self
+        if self.operator == "Exists" and self.value:
+            raise ValueError(f"operator is Exists and value {self.value!r}: set operator to Equal, or leave value out.")
+        if self.operator == "Equal" and not self.key:
+            raise ValueError(f"operator is Equal and value {self.value!r}, without a key. Name the taint's key.")
+        return self
 
 
 TRAINER_IMAGE = "roundhouse/trainer:0.1.0"
@@ -48,6 +66,7 @@ class Pods(Section):
     node_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes that pods may run on."""
     tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that pods accept. An operator that is left out is Equal where there is a value, else Exists."""
 
 
 class TrainerPods(Pods):

@@ -31,9 +31,10 @@ from roundhouse.config.environments import (
     TerminalEnvironment,
     WorkerEnvironment,
 )
-from roundhouse.config.kubernetes import TrainerPods
+from roundhouse.config.kubernetes import Toleration, TrainerPods
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.config.section import RECORDED
 from roundhouse.environments import load_any
 from roundhouse.infra.kubernetes.stage_pod import pod
 from roundhouse.stages.cost import budget_of, over_budget, totals_after
@@ -149,6 +150,20 @@ def test_every_part_of_a_toleration_reaches_the_pod() -> None:
     taint = {"key": "gpu", "operator": "Equal", "value": "h100", "effect": "NoSchedule"}
     settings = TrainerPods.model_validate({"tolerations": [taint]})
     assert pod(settings, {}, "account")["tolerations"] == [taint]
+
+
+def test_a_toleration_is_one_that_kubernetes_takes() -> None:
+    def operator(**given: Any) -> str:
+        return Toleration.model_validate(given).operator
+
+    assert operator(key="gpu", value="h100") == operator(key="gpu", value="") == "Equal"
+    assert operator(key="gpu") == operator() == operator(key="gpu", value=None) == "Exists"
+    recorded = {"key": "gpu", "operator": "Exists", "value": "h100", "effect": None}
+    assert Toleration.model_validate(recorded, context=RECORDED).model_dump() == recorded
+    with pytest.raises(ValueError, match="operator is Exists and value 'h100': set operator to Equal"):
+        operator(**recorded)
+    with pytest.raises(ValueError, match="operator is Equal and value 'h100', without a key"):
+        operator(value="h100")
 
 
 # Built-in environments get their section's keys as arguments --------------------------------------------------------------
