@@ -111,7 +111,9 @@ def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool
     if _is_served(there):
         yield f"deployment {flow.name}/{entry.name}: refused, since {SERVED}"
         return
-    changed = sorted(name for name, value in wanted.items() if getattr(there, name) != value)
+    limit = there.global_concurrency_limit  # there.concurrency_limit is always None
+    here = {name: getattr(there, name) for name in wanted} | {"concurrency_limit": limit and limit.limit}
+    changed = sorted(name for name, value in wanted.items() if here[name] != value)
     if changed and not dry_run:
         client.update_deployment(there.id, DeploymentUpdate(**wanted))
     yield f"deployment {flow.name}/{entry.name}: {'changed: ' + ', '.join(changed) if changed else 'as it should be'}"

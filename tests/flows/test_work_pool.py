@@ -93,6 +93,23 @@ def test_a_change_of_the_file_is_told_and_made_and_a_schedule_that_a_person_adde
     assert "work pool cluster: job template replaced" in deploy(deployments(tmp_path, template), other)
 
 
+def test_a_limit_of_flow_runs_is_made_once_and_goes_with_its_line_in_the_file(
+    prefect_client: Served, tmp_path: Path, template: JobTemplate
+) -> None:
+    def told(**limit: int) -> str:
+        return deploy(deployments(tmp_path, template, name="limited", **limit), template)[1].partition(": ")[2]
+
+    def there() -> int | None:
+        limit = prefect_client.call("GET", "deployments/name/collect/limited")["global_concurrency_limit"]
+        return limit and limit["limit"]
+
+    assert (told(concurrency_limit=1), there()) == ("created", 1)
+    assert (told(concurrency_limit=1), there()) == ("as it should be", 1)
+    assert (told(concurrency_limit=2), there()) == ("changed: concurrency_limit", 2)
+    assert (told(), there()) == ("changed: concurrency_limit", None)
+    assert told() == "as it should be"
+
+
 def test_a_pool_of_another_type_is_refused(prefect_client: Served, tmp_path: Path, template: JobTemplate) -> None:
     prefect_client.call("POST", "work_pools/", name="of-processes", type="process")
     file = deployments(tmp_path, template, work_pool={"name": "of-processes"})
