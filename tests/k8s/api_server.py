@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -247,6 +248,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _log_lines(self, pod: str, query: dict[str, str]) -> Iterator[bytes]:
         sent = 0
+        since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
         while not self.stopped.is_set():
             over = pod in self.state.ended_logs
             lines = self.state.logs[pod].splitlines(keepends=True)
@@ -254,7 +256,7 @@ class _Requests(BaseHTTPRequestHandler):
                 sent = max(sent, len(lines) - int(query["tailLines"]))
             for line in lines[sent:]:
                 stamp, _, text = line.partition(" ")
-                if stamp[:19] >= query.get("sinceTime", "")[:19]:
+                if datetime.fromisoformat(stamp) >= since:
                     yield (line if query.get("timestamps") else text).encode()
             sent = len(lines)
             if over or not query.get("follow"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Kubelet:
         self.behave: Callable[[Object], None] = lambda pod: self.succeed(pod)
         self.pods: list[str] = []
         """Names of all pods that came, in order."""
+        self.utc_offset = timedelta()
+        """Of the time zone that the stamps of logs are written in."""
         self.processes: dict[str, subprocess.Popen[str]] = {}
         """Of pods whose container is a process of this machine, by the pod's uid."""
         self._known: set[str] = set()
@@ -113,7 +116,8 @@ class Kubelet:
         name = pod["metadata"]["name"]
         for line in text.splitlines():
             seconds, fraction = divmod(time.time_ns(), 10**9)  # read once: stamps never go back
-            stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{fraction:09d}Z"
+            at = datetime.fromtimestamp(seconds, timezone(self.utc_offset))
+            stamp = f"{at:%Y-%m-%dT%H:%M:%S}.{fraction:09d}{at.isoformat()[19:]}"
             self._logs.logs[name] = self._logs.logs.get(name, "") + f"{stamp} {line}\n"
             time.sleep(0.001)
 
@@ -122,9 +126,7 @@ class Kubelet:
         self.exit(pod, 0)
 
     def exit(self, pod: Object, code: int, reason: str = "", message: str = "") -> None:
-        if self._logs is not None:
-            self._logs.logs.setdefault(pod["metadata"]["name"], "")
-            self._logs.ended_logs.add(pod["metadata"]["name"])
+        self._end_log(pod)
         ended = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
         ended |= {"startedAt": now(), "finishedAt": now()}
         status = self._container(pod, {"terminated": ended, "running": None})
@@ -132,12 +134,18 @@ class Kubelet:
 
     def disrupt(self, pod: Object, reason: str, message: str = "") -> None:
         """The pod is ended from outside: preempted, drained, lost with its node."""
+        self._end_log(pod)
         condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
         self.status(pod, phase="Failed", conditions=[condition], containerStatuses=[self._killed(pod)])
 
     def evict(self, pod: Object, message: str) -> None:
         """The node itself ends the pod, and says so in the pod's own reason."""
         self.status(pod, phase="Failed", reason="Evicted", message=message)
+
+    def _end_log(self, pod: Object) -> None:
+        if self._logs is not None:
+            self._logs.logs.setdefault(pod["metadata"]["name"], "")
+            self._logs.ended_logs.add(pod["metadata"]["name"])
 
     def _running(self, pod: Object) -> Object:
         return self._container(pod, {"running": {"startedAt": now()}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -208,6 +209,31 @@ def test_a_job_that_somebody_deletes_is_an_infrastructure_failure(stand: Stand) 
         begun.result()
 
 
+@pytest.mark.parametrize("code", [0, 65])
+def test_a_job_that_ended_and_was_cleaned_up_before_anybody_looked_is_told_as_it_ended(stand: Stand, code: int) -> None:
+    stand.kubelet.behave = lambda pod: stand.kubelet.run(pod)
+
+    def conditions() -> Any:
+        return stand.found("jobs")[0].get("status", {}).get("conditions")
+
+    def say(line: str) -> None:
+        """Keeps the caller away until the Job is gone."""
+        if "1 of 1 pods run" not in line:
+            return
+        [pod], [job] = stand.found("pods"), stand.found("jobs")
+        stand.kubelet.exit(pod, code)
+        until(lambda: any(each["type"] in ("Complete", "Failed") for each in conditions() or []))
+        stand.admin.delete(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs/{job['metadata']['name']}")
+        until(lambda: jobs._jobs.is_gone(job["metadata"]["uid"]))
+
+    with stand.jobs() as jobs:
+        if code == 0:
+            assert jobs.run(stand.plan(), say) == 1
+        else:
+            with pytest.raises(DataError, match="exit code 65"):
+                jobs.run(stand.plan(), say)
+
+
 class Cancelled(BaseException):
     """What a flow's cancellation is to the code in it."""
 
@@ -400,7 +426,12 @@ def test_calls_of_a_stage_are_bounded(stand: Stand) -> None:
     }
 
 
-def test_the_log_of_the_first_pod_comes_line_by_line_once_also_when_its_connection_breaks(fake: Stand) -> None:
+@pytest.mark.parametrize("hours", [0, 2, -7])
+def test_the_log_of_the_first_pod_comes_line_by_line_once_also_when_its_connection_breaks(
+    fake: Stand, hours: int
+) -> None:
+    """Whatever the node's time zone, in which it stamps the lines."""
+    fake.kubelet.utc_offset = timedelta(hours=hours)
     go = threading.Event()
 
     def behave(pod: Object) -> None:
@@ -416,6 +447,24 @@ def test_the_log_of_the_first_pod_comes_line_by_line_once_also_when_its_connecti
     fake.faults.cut_streams()
     go.set()
     assert begun.result() == 1
+    assert [line for line in fake.said if line in ("one", "two", "three", "four")] == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_the_log_of_a_pod_that_replaces_the_first_follows_that_ones(fake: Stand, drained: bool) -> None:
+    def behave(pod: Object) -> None:
+        first = len(fake.kubelet.pods) == 1
+        fake.kubelet.run(pod)
+        fake.kubelet.say(pod, "one\ntwo" if first else "three\nfour")
+        if first:
+            until(lambda: "two" in fake.said)
+        if first and drained:
+            fake.kubelet.disrupt(pod, "EvictionByEvictionAPI")
+        else:
+            fake.kubelet.exit(pod, 75 if first else 0)
+
+    fake.kubelet.behave = behave
+    assert fake.run(fake.plan(trainer={"restarts": 1})) == 1
     assert [line for line in fake.said if line in ("one", "two", "three", "four")] == ["one", "two", "three", "four"]
 
 

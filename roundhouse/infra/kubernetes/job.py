@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -83,7 +83,7 @@ class RunJobs:
         """Bring the Job to its end; returns the number of the try that succeeded.
 
         Args:
-            say: given the log of the first pod, line by line, and what the Job waits for.
+            say: given the log of the first pod, and of each that replaces it, line by line, and what the Job waits for.
             prepare: called with a try's number before its Job may be created; called again for one that is found.
             told: the error that the process of a try left behind, where it ended by itself.
             left: whether a try that is found finished has its result still there; without it the next number is tried.
@@ -176,8 +176,9 @@ class RunJobs:
                 changed.clear()
                 job, pods = self._look(name, uid, job)
                 outcome = judge(job, pods, plan.keys)
+                log = self._log(log, pods, say)
                 if isinstance(outcome, Succeeded):
-                    log = log or self._log(pods, say) or self._late_log(job, say)
+                    log = log or self._late_log(job, say)
                     return number
                 if isinstance(outcome, Failed):
                     if log is not None:
@@ -186,7 +187,6 @@ class RunJobs:
                 if outcome.text != said:
                     said = outcome.text
                     say(f"Job {name}: {said}")
-                log = log or self._log(pods, say)
                 seconds = deadlines.left(outcome, bool(pods), time.monotonic())
                 if not pods and deadlines.is_time_for_events(time.monotonic()):
                     self._tell_events(uid, say, deadlines)
@@ -197,31 +197,34 @@ class RunJobs:
                 log.finish(5)
 
     def _look(self, name: str, uid: str, known: Object) -> tuple[Object, list[Object]]:
-        """The Job and its pods as they are now."""
+        """The Job and its pods, oldest first, as they are now. A Job that had ended before it vanished is as it ended."""
         for watched in (self._jobs, self._pods):
             if watched.failure is not None:
                 if isinstance(watched.failure, InfraError):
                     raise _ServerAway(str(watched.failure))
                 raise watched.failure
-        present = self._jobs.present(uid)
-        if present is not None:
-            known = present
-        elif self._jobs.is_gone(uid) and not isinstance(judge(known, []), Succeeded):
+        gone = self._jobs.is_gone(uid)  # asked first: what is gone stays as it is
+        known = self._jobs.last(uid) or known
+        if gone and isinstance(judge(known, []), Waiting):
             raise _Over(InfraError(f"Job {name} was deleted by somebody else. A new attempt creates it again."))
-        pods = self._pods.owned_by(uid)
-        return known, sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+        return known, _oldest_first(self._pods.owned_by(uid))
 
-    def _log(self, pods: list[Object], say: Say) -> PodLog | None:
-        for pod in pods:
+    def _log(self, followed: PodLog | None, pods: list[Object], say: Say) -> PodLog | None:
+        """That of the newest first pod that has started; the one followed so far is finished when there is another."""
+        for pod in reversed(pods):
+            name = pod["metadata"]["name"]
             first = pod["metadata"].get("annotations", {}).get(INDEX, "0") == "0"
             if first and pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed"):
-                container = pod["spec"]["containers"][0]["name"]
-                return PodLog(self._cluster, self._namespace, pod["metadata"]["name"], container, say)
-        return None
+                if followed is not None:
+                    if followed.pod == name:
+                        return followed
+                    followed.finish(5)
+                return PodLog(self._cluster, self._namespace, name, pod["spec"]["containers"][0]["name"], say)
+        return followed
 
     def _late_log(self, job: Object, say: Say) -> PodLog | None:
         try:
-            return self._log(self._fresh_pods(job), say)
+            return self._log(None, _oldest_first(self._fresh_pods(job)), say)
         except (ApiRefused, InfraError) as error:  # the work is done all the same
             logger.info("the pods of Job %s cannot be listed: %s", job["metadata"]["name"], error)
             return None
@@ -235,7 +238,7 @@ class RunJobs:
         self, keys: PodKeys, job: Object, known: list[Object], told: Callable[[], RoundhouseError | None]
     ) -> RoundhouseError:
         """The error of a Job that failed: as its process reported it, else with the end of its log."""
-        pods = list({pod["metadata"]["uid"]: pod for pod in [*known, *self._fresh_pods(job)]}.values())
+        pods = _oldest_first({pod["metadata"]["uid"]: pod for pod in [*known, *self._fresh_pods(job)]}.values())
         failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
         if failed.by_exit_code and (error := told()) is not None:
@@ -297,6 +300,10 @@ class RunJobs:
 def is_under_way(job: Object) -> bool:
     """Whether a Job is still running, unless it is being deleted."""
     return not job["metadata"].get("deletionTimestamp") and isinstance(judge(job, []), Waiting)
+
+
+def _oldest_first(pods: Iterable[Object]) -> list[Object]:
+    return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
 
 
 def _pause(changed: threading.Event, stopped: threading.Event | None, seconds: float) -> None:

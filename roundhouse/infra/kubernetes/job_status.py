@@ -83,7 +83,7 @@ JobOutcome = Waiting | Succeeded | Failed
 
 
 def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOutcome:
-    """The outcome of a Job, given the pods of it that were ever seen, in their last state. Errors name `keys`."""
+    """The outcome of a Job, given the pods of it that were ever seen, oldest first, in their last state. Errors name `keys`."""
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions") or [] if item["status"] == "True"
     }
@@ -102,21 +102,23 @@ def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOu
                     f"Raise {keys.timeout}, or {keys.section}.pending_seconds where it waited for nodes."
                 )
             )
-        causes = sorted(
-            (cause for each in pods if (cause := _cause(each, keys)) is not None),
-            key=lambda cause: (cause[0], cause[1]),
-        )
+        # of an index the newest pod's counts: Kubernetes replaced those before it, so they did not fail the Job
+        causes = {_index(each): cause for each in pods if (cause := _cause(each, keys)) is not None}
         if causes:
-            _, _, failed = causes[0]
+            _, _, failed = min(causes.values(), key=lambda cause: cause[:2])
             return failed
         reason = condition.get("message") or condition.get("reason") or "no reason given"
         return Failed(
             InfraError(f"Job {name} failed: {reason}. Its pods are gone; look at `kubectl describe job {name}`.")
         )
-    done = {pod["metadata"].get("annotations", {}).get(INDEX) for pod in pods if _ended_well(pod)} - {None}
+    done = {_index(pod) for pod in pods if _ended_well(pod)} - {None}
     if not {"FailureTarget", "Suspended"} & set(conditions) and len(done) >= int(job["spec"].get("completions") or 1):
         return Succeeded()
     return _waiting(job, pods, keys)
+
+
+def _index(pod: Status) -> str | None:
+    return pod["metadata"].get("annotations", {}).get(INDEX)
 
 
 def _ended_well(pod: Status) -> bool:
@@ -235,13 +237,17 @@ class JobDeadlines:
     """How long each state of a Job may last.
 
     Invariant: every wait ends: for a queue, for nodes, for a container to start, for the Job itself, each by a key of the
-    configuration that the error names. Time in the queue counts for nothing else.
+    configuration that the error names. Time in the queue counts for nothing else, and time at work not as time in the queue:
+    a queue may suspend a running Job again, whose deadline Kubernetes begins anew when it is resumed.
     """
 
     def __init__(self, plan: StageJob) -> None:
         self._plan = plan
         self._began = time.monotonic()
+        """When its time outside the queue began: when it was last seen in there, if it ever was."""
         self._queued = 0.0
+        """How long it was in the queue, all its stays together."""
+        self._in_queue = True
         self._problem_since: float | None = None
         self._asked = False
         self.event = ""
@@ -256,12 +262,15 @@ class JobDeadlines:
         infra, settings = self._plan.infra, self._plan.settings
         name = self._plan.identity.stage
         if waiting.queued:
-            self._queued = now - self._began
+            if self._in_queue:
+                self._queued += now - self._began
+            self._in_queue, self._began, self._problem_since = True, now, None
             return self._or_raise(
                 infra.queue_seconds - self._queued,
                 InfraError(f"The {name} Job was not admitted by queue {infra.queue} in infra.queue_seconds."),
             )
-        total = self._began + self._queued + self._plan.seconds() + SLACK_SECONDS - now
+        self._in_queue = False
+        total = self._began + self._plan.seconds() + SLACK_SECONDS - now
         self._or_raise(
             total,
             InfraError(f"The {name} Job is long past its deadline and still not ended. Does the Job controller run?"),
@@ -279,7 +288,7 @@ class JobDeadlines:
 
     def is_time_for_events(self, now: float) -> bool:
         """Once, when no pod came for a while."""
-        if self._asked or now - self._began - self._queued < NO_POD_SECONDS:
+        if self._asked or now - self._began < NO_POD_SECONDS:
             return False
         self._asked = True
         return True

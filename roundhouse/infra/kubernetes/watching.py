@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 from roundhouse.errors import InfraError, RoundhouseError
@@ -80,6 +81,11 @@ class Watched:
         """The object as it is now; None when it is not there."""
         with self._lock:
             return self._present.get(uid)
+
+    def last(self, uid: str) -> Object | None:
+        """The last known state of an object, also of one that has vanished; None when it was never seen."""
+        with self._lock:
+            return self._present.get(uid) or self._gone.get(uid)
 
     def all_present(self) -> list[Object]:
         """Every object that is there now."""
@@ -246,12 +252,13 @@ class PodLog:
     """Follows the log of one pod in a thread."""
 
     def __init__(self, cluster: Cluster, namespace: str, pod: str, container: str, say: Say) -> None:
+        self.pod = pod
         self._cluster = cluster
         self._path = log_path(namespace, pod)
         self._container = container
         self._say = say
-        self._last = ""
-        """Time stamp of the last line that was handed on."""
+        self._last: tuple[datetime, str] | None = None
+        """Time stamp of the last line that was handed on: in UTC, and as the node wrote it (its own time zone, nanoseconds)."""
         self._ended = threading.Event()
         self._stream: object = None
         self._thread = threading.Thread(target=self._follow, name=f"log {pod}", daemon=True)
@@ -274,15 +281,12 @@ class PodLog:
             try:
                 query = {"container": self._container, "follow": "true", "timestamps": "true"}
                 if self._last:
-                    query["sinceTime"] = f"{self._last[:19]}Z"  # whole seconds: older servers refuse fractions
+                    # whole seconds: older servers refuse fractions
+                    query["sinceTime"] = f"{self._last[0]:%Y-%m-%dT%H:%M:%SZ}"
                 stream = self._stream = self._cluster.stream(self._path, query, LOG_SILENCE_SECONDS)
                 try:
                     for line in lines_of(stream):
-                        stamp, _, text = line.decode(errors="replace").partition(" ")
-                        if stamp <= self._last:
-                            continue
-                        self._last = stamp
-                        self._say(text.rstrip())
+                        self._pass_on(line.decode(errors="replace").rstrip())
                 finally:
                     self._stream = None
                     stream.close()
@@ -300,6 +304,17 @@ class PodLog:
                 time.sleep(_LOG_BACKOFF.pause(idle + 1))
             else:
                 self._ended.wait(_LOG_BACKOFF.pause(idle + 1))
+
+    def _pass_on(self, line: str) -> None:
+        written, _, text = line.partition(" ")
+        try:
+            stamp = datetime.fromisoformat(written).astimezone(UTC), written
+        except ValueError:  # the node's own words, such as that the log is gone
+            self._say(line)
+            return
+        if self._last is None or stamp > self._last:
+            self._last = stamp
+            self._say(text)
 
 
 def last_lines(cluster: Cluster, namespace: str, pod: str, container: str, count: int = 12) -> str:
