@@ -338,6 +338,7 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(
     assert not (tmp_path / "store/runs/r").exists()
     with Heartbeat(run.location, ErrorReporter(), 60.0):  # of a driver that wakes
         pass
+    (tmp_path / "store/runs/a person's notes").mkdir()
     assert run_ids(store) == ["other"]
     assert CliRunner().invoke(app, ["runs", "list", "--store", store]).exit_code == 0
     assert CliRunner().invoke(app, ["query", "SELECT run_id FROM runs", "--store", store]).exit_code == 0

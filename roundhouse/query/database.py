@@ -33,7 +33,7 @@ from roundhouse.query.parts import (
     with_place,
 )
 from roundhouse.store.location import Location
-from roundhouse.store.run import no_such_run, run_ids
+from roundhouse.store.run import no_such_run, run_exists, run_ids
 from roundhouse.store.stage import Manifest, StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 
@@ -128,10 +128,9 @@ def load_tables(
     """The named tables, opened; nothing of their rows is read yet."""
     if not names:
         return {}
-    there = run_ids(store)
-    if missing := sorted(set(runs or ()) - set(there)):
+    if missing := sorted(run_id for run_id in set(runs or ()) if not run_exists(store, run_id)):
         raise no_such_run(store, missing[0])
-    chosen = there if runs is None else runs
+    chosen = run_ids(store) if runs is None else runs
     kinds = {name: TABLES[name].stages for name in names}
     stages = []
     if any(wanted != () for wanted in kinds.values()):

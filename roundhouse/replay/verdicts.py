@@ -34,7 +34,7 @@ from roundhouse.stages.offline import find_datasets
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run
-from roundhouse.store.stage import Provenance, Reference, Stage, StageKind, read_manifest, read_table
+from roundhouse.store.stage import MANIFEST, Provenance, Reference, Stage, StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import FailureKind, Ledger, Rollout
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table
 
@@ -335,14 +335,16 @@ def rescored_inputs(run: Run, name: str, iterations: Sequence[int]) -> Iterator[
                 f"roundhouse rescore {run.run_id} --iterations {k} --name {name}"
             )
         collected, judged = run.stage(k, StageKind.COLLECT).reference(), _first_judged(reference)
-        if collected is not None:
+        if collected is not None and judged is not None:
             refuse_other_collection(judged, collected, "verdicts")
         yield k, reference
 
 
-def _first_judged(version: Reference) -> Reference:
-    """Of verdicts on verdicts, the version whose verdicts are on what a run collected."""
+def _first_judged(version: Reference) -> Reference | None:
+    """Of verdicts on verdicts, the version whose verdicts are on what a run collected; None where one of them is gone."""
     origin = read_manifest(version).inputs.get("rollouts")
     while origin is not None and origin.uri.split("/")[-3] == "datasets":
+        if not Location(origin.uri).exists(MANIFEST):
+            return None
         version, origin = origin, read_manifest(origin).inputs.get("rollouts")
     return version

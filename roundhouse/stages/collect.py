@@ -23,7 +23,7 @@ from roundhouse.environments.base import TaskList, TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.model_directory import template_in
-from roundhouse.rollout.clients import first_messages, open_environment, split_row, tools_of
+from roundhouse.rollout.clients import first_messages, open_environment, tools_of
 from roundhouse.rollout.plan import RolloutSpec, Sampled, WeightedTasks, iterations_of, recorded_draw, sample_rounds
 from roundhouse.rollout.recording import Branched, branched_groups, plan_branches
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
@@ -62,7 +62,8 @@ def _up_to(limit: int, tasks: Sequence[TaskRow], run: Run) -> Sequence[TaskRow]:
     template, tokenizer = template_in(files), Tokenizer.from_file(str(files / "tokenizer.json"))
 
     def tokens(row: TaskRow) -> int:
-        rollout = run.config.rollout.of_environment(split_row(row)[0])  # of no name, where there is no mixture
+        name = str(row.get("task_id", "")).partition("/")[0]  # no environment's, where there is no mixture
+        rollout = run.config.rollout.of_environment(name)
         text = template.render(first_messages(row, rollout.system_prompt), tools_of(row))
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 

@@ -435,8 +435,13 @@ class Location:
             raise StoreError(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
 
 
+def is_name(text: str) -> bool:
+    """Whether a path below a location may be called so."""
+    return _SAFE_NAME.fullmatch(text) is not None
+
+
 def _checked(name: str) -> str:
-    if _SAFE_NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise StoreError(f"{name[:200]!r} is not a name for the store: use letters, digits, dots, dashes, underscores.")
     if len(name) > _LONGEST_NAME or max(map(len, name.split("/"))) > _LONGEST_PART:
         raise StoreError(

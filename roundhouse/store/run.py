@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,7 @@ from roundhouse.store.lineage import (
     read_identity,
     refuse_unloadable,
 )
-from roundhouse.store.location import Location, NotFound
+from roundhouse.store.location import Location, NotFound, is_name
 from roundhouse.store.stage import MANIFEST, Attempt, Manifest, Provenance, Reference, Stage, StageKind, read_manifest
 
 
@@ -191,7 +193,7 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
 
 def run_exists(store: str, run_id: str) -> bool:
     """Whether a run of that id was created."""
-    return (Location(store) / f"runs/{run_id}").exists(IDENTITY)
+    return is_name(run_id) and (Location(store) / f"runs/{run_id}").exists(IDENTITY)
 
 
 def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> Run:
@@ -233,7 +235,14 @@ def load_run(store: str, run_id: str) -> Run:
 
 def run_ids(store: str) -> list[str]:
     """Ids of all runs of a store. A directory without an identity is what is left of a deleted one."""
-    return [name for name in (Location(store) / "runs").names() if run_exists(store, name)]
+    names = (Location(store) / "runs").names()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        there = pool.map(functools.partial(run_exists, store), names)
+        return list(itertools.compress(names, there))
+
+
+_AT_ONCE = 16
+"""Requests for identities, of which a bucket answers each in some hundredths of a second."""
 
 
 def _refuse_existing(config: RunConfig, first_start: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from roundhouse.errors import RoundhouseError, StoreError
 from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
-from roundhouse.store.location import Location, NotFound
+from roundhouse.store.location import Location, NotFound, is_name
 from roundhouse.store.stage import MANIFEST, Manifest, StageKind, current_names, model_location
 
 FRESH_SECONDS = 3.0
@@ -37,6 +37,8 @@ class Catalog:
         self.root = Location(store)
         self._manifests: dict[str, Manifest] = {}
         self._listed: dict[Scope, tuple[float, list[StageFiles]]] = {}
+        self._with_rollouts: set[str] = set()
+        """Versions of datasets by their URIs, of which nothing goes."""
         self._lock = threading.Lock()
 
     def run_ids(self) -> list[str]:
@@ -61,9 +63,13 @@ class Catalog:
         if dataset not in (known := self.datasets()):
             raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
         place = self.root / dataset
-        return numbered(
-            place.names(), lambda label: any(name.startswith("rollouts-") for name in (place / label).names())
-        )
+        labels = [label for label in place.names() if is_name(label)]
+        return numbered(labels, lambda label: self._has_rollouts(place / label))
+
+    def _has_rollouts(self, version: Location) -> bool:
+        if version.uri not in self._with_rollouts and any(name.startswith("rollouts-") for name in version.names()):
+            self._with_rollouts.add(version.uri)
+        return version.uri in self._with_rollouts
 
     def iterations(self, run_id: str) -> list[int]:
         """Numbers of the run's iterations, complete or not.

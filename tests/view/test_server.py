@@ -143,6 +143,7 @@ def test_an_imported_dataset_is_shown_whatever_its_versions_are_called(tmp_path:
     found = [numbers(version) for version in ("v000001", "another", "v000002")][-1]
     assert found == {"v000001": 1, "v000002": 2, "another": found["another"], "final": chosen}
     Location(store).write("datasets/math/empty/note", b"")
+    (Path(store) / "datasets/math/a person's notes").mkdir()
     assert [row["label"] for row in Answers(store).curve(scope)] == list(catalog.versions("datasets/math").values())
     for number in found.values():
         assert Answers(store).rollouts(scope | {"iteration": str(number)})["matched"] == 1
