@@ -232,9 +232,10 @@ class Location:
             NotFound: there is none.
         """
         origin = source._key(name)
-        with self._reported(f"copy {source.uri}/{name} to", name):
+        with self._reported(f"copy {source.uri}/{name} to", name), waiting.counted():
             try:
-                self._request("cp_file", origin, self._key(name))
+                # without a limit on the whole: of a large object many parts are copied, each a request with a limit of its own
+                bucket.answered(lambda _: self._fs.cp_file(origin, self._key(name)))
             except PermissionError as error:
                 raise StoreError(
                     f"cannot copy {source.uri}/{name} to {self.uri}/{name}: {masked_text(str(error))}. "
