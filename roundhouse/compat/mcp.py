@@ -24,7 +24,8 @@ Invariant: the policy sees an MCP tool as `mcp__<server>__<tool>`, and so does t
 bare name. There are two sources of such tools:
 
     McpEnvironment    servers that the configuration names. All rollouts share a connection to each: tools that keep state for
-                      one rollout belong into an environment. A connection that broke is opened anew for the next rollout.
+                      one rollout belong into an environment. A connection that broke is opened anew for the next rollout;
+                      calls that are in flight on the one before come to their end.
     with_offered      a server that a resources server offers in its answer to /seed_session. The rollout has a connection of
                       its own, whose headers say which session its calls work on; it is closed with the session.
 
@@ -115,7 +116,7 @@ class McpConnection:
         self._headers = dict(headers or {})
         self._tools: dict[str, McpTool] = {}
         self._client: Client | None = None
-        self._lost = False
+        self._is_doubtful = False
         self._end = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
 
@@ -140,6 +141,11 @@ class McpConnection:
         return connection
 
     @property
+    def is_in_doubt(self) -> bool:
+        """It has ended, or a call did not get through: `is_broken` finds out."""
+        return self._is_doubtful or self._end.is_set()
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools as function tools of the Responses API."""
         return [
@@ -153,10 +159,16 @@ class McpConnection:
             for name, tool in self._tools.items()
         ]
 
-    @property
-    def broken(self) -> bool:
-        """It was open, and no call gets through any more: the SDK's transport ends with the first request that is lost."""
-        return self._client is not None and (self._lost or (self._life is not None and self._life.done()))
+    async def is_broken(self) -> bool:
+        """Whether no call gets through any more: the SDK's transport ends with the first request that is lost."""
+        if self._is_doubtful and self._client is not None and not self._end.is_set():
+            try:
+                await self._client.list_tools(cache_mode="bypass")
+            except Exception as error:  # noqa: BLE001 - whatever it is, a new connection is due
+                log.warning("The connection to %s does not answer: %r", self.url, error)
+                return True
+            self._is_doubtful = False
+        return self._end.is_set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tools
@@ -171,6 +183,8 @@ class McpConnection:
             return NOT_FOUND
         if not isinstance(arguments, dict):
             return ToolResult(orjson.dumps({"error": "the arguments must be a JSON object"}).decode(), 422)
+        if self._end.is_set():
+            raise EnvironmentUnreachable(f"{name}: the connection to {self.url} has ended.")
         assert self._client is not None
         try:
             # The text of a tool's answer; structured content where there is no text
@@ -182,11 +196,12 @@ class McpConnection:
             if error.data == FAILURE:
                 raise EnvironmentUnavailable(f"{name}: {self.url} answered: {error.message}") from error
             if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
-                self._lost = self._lost or error.code == CONNECTION_CLOSED
+                # Only a doubt: servers send this code themselves, and the SDK gives it to a single request as well
+                self._is_doubtful = self._is_doubtful or error.code == CONNECTION_CLOSED
                 raise EnvironmentUnreachable(f"{name}: {self.url} does not answer: {error.message}") from error
             return ToolResult(orjson.dumps({"error": error.message}).decode(), 400)
         except _LOST as error:
-            self._lost = True
+            self._is_doubtful = True
             raise EnvironmentUnreachable(f"{name}: {self.url} cannot be reached: {error!r}") from error
 
     async def close(self) -> None:
@@ -215,7 +230,10 @@ class McpConnection:
                             break
                     self._client = client
                     opened.set_result(None)
-                    await self._end.wait()
+                    try:
+                        await self._end.wait()
+                    finally:
+                        self._end.set()  # before the client is taken down, which no call may meet
         except Exception as error:  # noqa: BLE001 - the SDK's transports raise what they like, groups of it too
             if opened.done():
                 log.warning("The connection to %s broke: %r", self.url, _cause(error))
@@ -282,6 +300,8 @@ class McpEnvironment(ClosedOnExit):
         self._environment = environment
         self._servers = servers
         self._connections: list[McpConnection] = []
+        self._retired: list[McpConnection] = []
+        """In whose place others were opened; rollouts that began before may have calls in flight on them."""
         self._reopening: asyncio.Task[None] | None = None
 
     @property
@@ -302,7 +322,7 @@ class McpEnvironment(ClosedOnExit):
         Raises:
             EnvironmentUnreachable: the server of one is still away.
         """
-        if any(connection.broken for connection in self._connections):
+        if any(connection.is_in_doubt for connection in self._connections):
             # One attempt for all rollouts that wait, else each would wait for a server that hangs after those before it
             if self._reopening is None or self._reopening.done():
                 self._reopening = asyncio.create_task(self._reopen())
@@ -311,9 +331,9 @@ class McpEnvironment(ClosedOnExit):
 
     async def _reopen(self) -> None:
         for place, lost in enumerate(self._connections):
-            if lost.broken:
+            if await lost.is_broken():
                 self._connections[place] = await McpConnection.open(lost.server, lost.url)
-                await lost.close()
+                self._retired.append(lost)
 
     async def __aenter__(self) -> Self:
         """Connect to the servers and list their tools.
@@ -339,8 +359,8 @@ class McpEnvironment(ClosedOnExit):
         if self._reopening is not None:
             self._reopening.cancel()
             await asyncio.wait({self._reopening})
-        while self._connections:
-            await self._connections.pop().close()
+        while held := self._connections or self._retired:
+            await held.pop().close()
         await self._environment.close()
 
 

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mcp import MCPError
+from mcp.server.lowlevel import Server
 from mcp.server.mcpserver import MCPServer
+from mcp.types import CONNECTION_CLOSED, CallToolResult, ListToolsResult, TextContent
+from mcp.types import Tool as McpTool
 
 from roundhouse.compat.mcp import McpConnection, McpEnvironment
 from roundhouse.config.environments import CustomEnvironment, MixtureEnvironment
@@ -178,6 +183,8 @@ async def test_a_server_that_goes_away_fails_the_attempt_as_infrastructure():
     with pytest.raises(EnvironmentUnreachable, match="library"):
         await connection.call(name, {})
     await connection.close()
+    with pytest.raises(EnvironmentUnreachable, match="has ended"):
+        await connection.call(name, {})
 
 
 @pytest.mark.parametrize("waiting", [1, 8])
@@ -205,6 +212,42 @@ async def test_a_server_that_was_away_is_used_again_by_the_rollouts_after_it_is_
         with pytest.raises(EnvironmentUnreachable):
             await earlier.call_tool(*call)
     await environment.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("lists", [True, False])
+async def test_a_server_that_says_connection_closed_of_one_call_ends_no_other_rollouts_calls(lists: bool):
+    held, released, refused = threading.Event(), threading.Event(), threading.Event()
+
+    async def list_tools(context, params) -> ListToolsResult:
+        if refused.is_set() and not lists:
+            refused.clear()
+            raise MCPError(CONNECTION_CLOSED, "busy")
+        return ListToolsResult(
+            tools=[McpTool(name=name, input_schema={"type": "object"}) for name in ("hold", "refuse")]
+        )
+
+    async def call_tool(context, params) -> CallToolResult:
+        if params.name == "refuse":
+            refused.set()
+            raise MCPError(CONNECTION_CLOSED, "busy")
+        held.set()
+        await asyncio.to_thread(released.wait, 10)
+        return CallToolResult(content=[TextContent(type="text", text="1")])
+
+    app = Server("library", on_list_tools=list_tools, on_call_tool=call_tool).streamable_http_app()
+    hold = ("mcp__library__hold", {})
+    with serving(app) as base:
+        async with McpEnvironment(LocalEnvironmentClient(Counter()), {"library": f"{base}/mcp"}) as environment:
+            first, second = [await environment.seed_session(counter_row()) for _ in range(2)]
+            holding = asyncio.create_task(second.call_tool(*hold))
+            await asyncio.to_thread(held.wait, 10)
+            with pytest.raises(EnvironmentUnreachable, match="busy"):
+                await first.call_tool("mcp__library__refuse", {})
+            third = await environment.seed_session(counter_row())
+            released.set()
+            assert (await holding).text == "1"
+            assert [(await each.call_tool(*hold)).text for each in (first, second, third)] == ["1"] * 3
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
