@@ -21,11 +21,14 @@ MAX_NODES = 100_000
 """Keys, values and collections, those that aliases repeat included: eight levels of nine aliases would be 43 million."""
 Variable = Callable[[str, str | None], str]
 """The text of a variable, from its name and what stands after `:-`, if anything."""
-_VARIABLE = re.compile(r"\$\{\w+(?::-[^}]*)?\}")
+_VARIABLE = re.compile(r"\$\{\w+(?::-(?:(?:\{[^{}]*\}|[^{}\n])*(?=\})|[^}]*))?\}")
+"""A default may hold pairs of braces; one whose braces do not pair in its line ends at the first that closes."""
 _HIDE = {ord(sign): 0xE000 + ord(sign) for sign in "${}[],:?#"}
 """What would end a scalar, or begin something else, as private characters: so a variable is part of its scalar anywhere."""
 _SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
-_HIDDEN = re.compile("\ue024\ue07b(\\w+)(?:\ue03a-([^\ue07d]*))?\ue07d")
+_HIDDEN = re.compile(
+    "\ue024\ue07b(\\w+)(?:\ue03a-((?:\ue07b[^\ue07b\ue07d]*\ue07d|[^\ue07b\ue07d\n])*(?=\ue07d)|[^\ue07d]*))?\ue07d"
+)
 
 
 class _Loader(yaml.SafeLoader):
