@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import psutil
+
 from roundhouse.cpu import slowness
 from roundhouse.errors import InfraError
 from roundhouse.http import ports as tcp
@@ -33,6 +35,7 @@ POLL_SECONDS = 0.04
 STOP_SECONDS = 45.0
 """Time limit for an orderly end of everything, beyond each service's grace."""
 SUPERVISOR_STARTS = 3
+ENDED = ("stopped", "failed")
 LOG_TAIL_LINES = 15
 
 _supervisors: list[subprocess.Popen[bytes]] = []
@@ -85,20 +88,26 @@ class LeaseRequest:
         if not self.state.supervised():
             return
         with self.state.lock():
-            wanted = self.state.wanted()
+            wanted, records = self.state.wanted(), self.state.running().services
             ending = [
                 name
                 for name in self.services
-                if (lease := wanted.services.get(name))
-                and self._arguments(name, lease) != lease.arguments
-                and not any(holder.kind != "kept" and holder.alive() for holder in lease.holders)
+                if self._is_in_the_way(name, wanted.services.get(name), records.get(name))
             ]
             for name in ending:
-                del wanted.services[name]
+                wanted.services.pop(name, None)
             if ending:
                 self.state.write_wanted(wanted)
         if ending:
             await_ended(self.state, ending)
+
+    def _is_in_the_way(self, name: str, lease: ServiceLease | None, record: ServiceRecord | None) -> bool:
+        if lease is None:  # the supervisor ends it, or has not yet seen that it has to and would take it for the next
+            asked = list(self.arguments.get(name, ()))
+            return record is not None and record.status not in ENDED and asked != record.arguments
+        return self._arguments(name, lease) != lease.arguments and not any(
+            holder.kind != "kept" and holder.alive() for holder in lease.holders
+        )
 
     def _arguments(self, name: str, lease: ServiceLease) -> list[str]:
         """With which the service is to run: who asks for none takes what a person has started."""
@@ -226,25 +235,37 @@ def withdraw(state: StateDirectory, services: Collection[str] | None) -> list[st
 def await_ended(state: StateDirectory, services: Collection[str]) -> None:
     """Wait for the supervisor to end the services; do it in its stead when it is dead or does not.
 
-    When nothing is wanted any more the supervisor ends too, and is waited for.
+    When nothing is wanted any more the supervisor ends too, and is waited for. A service that somebody wants again meanwhile is
+    theirs, and left alone.
     """
     deadline = time.monotonic() + STOP_SECONDS
     while state.supervised() and time.monotonic() < deadline:
-        records = state.running().services
-        ended = all(name not in records or records[name].status in ("stopped", "failed") for name in services)
-        if ended and state.wanted().services:
+        wanted, records = state.wanted().services, state.running().services
+        ended = all(name in wanted or name not in records or records[name].status in ENDED for name in services)
+        if ended and wanted:
             break
         time.sleep(POLL_SECONDS)
     else:
-        if state.supervised():
-            log.warning("The supervisor of %s does not end its services; it is killed.", state.path)
-            with suppress(ProcessLookupError):
-                os.kill(state.running().supervisor_pid, signal.SIGKILL)
+        with state.lock():
+            # With it all its services die, so that it stays as long as anybody has one.
+            if state.supervised() and not state.wanted().services:
+                log.warning("The supervisor of %s does not end its services; it is killed.", state.path)
+                with suppress(ProcessLookupError):
+                    os.kill(state.running().supervisor_pid, signal.SIGKILL)
     _supervisors[:] = [supervisor for supervisor in _supervisors if supervisor.poll() is None]
-    names = services if state.supervised() else [None]
-    for name in names:
-        if left := processes.end(lambda name=name: processes.members(state, name), grace_seconds=2.0):  # type: ignore[misc]
-            raise InfraError(f"Processes {left} of {name or 'the services'} cannot be ended. Look at them with `ps`.")
+    if left := processes.end(lambda: _unwanted(state, services), grace_seconds=2.0):
+        names = ", ".join(services) or "the services"
+        raise InfraError(f"Processes {left} of {names} cannot be ended. Look at them with `ps`.")
+
+
+def _unwanted(state: StateDirectory, services: Collection[str]) -> list[psutil.Process]:
+    """Processes of those services that nobody wants; of all where nothing is wanted and no supervisor lives. The lock keeps off
+    a lease, thus a process that is started for one."""
+    with state.lock():
+        wanted = state.wanted().services
+        if not wanted and not state.supervised():
+            return processes.members(state)
+        return [found for name in services if name not in wanted for found in processes.members(state, name)]
 
 
 def _start_supervisor(state: StateDirectory) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,9 @@ import psutil
 import pytest
 
 from roundhouse.errors import InfraError
-from roundhouse.infra import services
+from roundhouse.infra import lease_client, services
 from roundhouse.infra.services import Services, local_services
-from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory
+from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory, WantedServices
 from roundhouse.store import process_identity
 
 GYM = {"gym": ["--environment", "calculator"]}
@@ -151,6 +152,37 @@ def test_down_finds_the_orphans_of_a_killed_supervisor(state_dir: Path, remainin
 def test_two_that_start_at_once_share_one_service(state_dir: Path, remaining: Remaining) -> None:
     with another_process(state_dir), another_process(state_dir):
         assert len(remaining(state_dir)) == 1
+
+
+@pytest.mark.parametrize("ending", ["gym", "mlflow"])
+def test_who_waits_for_the_end_of_a_service_leaves_what_others_want(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """`gym` was leased again meanwhile; `mlflow` is ended by no supervisor, since that one hangs."""
+    monkeypatch.setattr(lease_client, "STOP_SECONDS", 0.3)
+    running = up(state_dir)
+    known = running.state.running()
+    os.kill(known.supervisor_pid, signal.SIGSTOP)
+    known.services["mlflow"] = ServiceRecord("mlflow", "ready")
+    running.state.write_running(known)
+    try:
+        lease_client.await_ended(running.state, [ending])
+    finally:
+        os.kill(known.supervisor_pid, signal.SIGCONT)
+    assert answers(running.gym_url)
+    assert up(state_dir).records["gym"].pid == running.records["gym"].pid
+
+
+def test_who_wants_other_arguments_does_not_get_a_service_that_is_about_to_end(state_dir: Path) -> None:
+    before = up(state_dir)
+    supervisor = before.state.running().supervisor_pid
+    os.kill(supervisor, signal.SIGSTOP)  # it does not see that nobody wants the service before the next asks
+    with before.state.lock():
+        before.state.write_wanted(WantedServices(before.state.wanted().revision))
+    threading.Timer(0.5, os.kill, (supervisor, signal.SIGCONT)).start()
+    after = services.up(state_dir, ["gym"], arguments={"gym": ["--environment", "sort"]}).records["gym"]
+    assert after.pid != before.records["gym"].pid
+    assert psutil.Process(after.pid).cmdline()[-1] == "sort"
 
 
 def test_a_port_in_use_is_refused_with_its_owner_and_a_remedy(state_dir: Path, remaining: Remaining) -> None:
