@@ -3,7 +3,8 @@
 Invariants: an entry under its name is whole, since it is made elsewhere and renamed; of several processes that want an entry
 one makes it, the others wait for it; an entry in use is never deleted; what is not in use is at most `max_bytes`, the newest
 used. Locks are the kernel's (flock), so a process that dies leaves only its unfinished directory and a lock's file; the next
-process that makes an entry, or evicts, removes them.
+process of this machine that makes an entry, or evicts, removes them. Where machines share a directory and do not see each
+other's locks, what one left is removed by the others once nothing in it has changed for `WAIT_SECONDS`.
 
     cache = NodeCache(directory, max_bytes)
     entry = cache.entry("a1b2…", fill)     # fill(partial) makes the content; held until entry.release()
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundhouse.errors import StoreError
+from roundhouse.store.process_identity import boot_id
 
 WAIT_SECONDS = 1800.0
 """Longest wait for another process of the node that makes the same entry."""
@@ -67,7 +69,7 @@ class NodeCache:
                     for left in self.directory.glob(f".{key}.partial-*"):
                         shutil.rmtree(left, ignore_errors=True)
                     self.evict()  # first, since the room may be needed
-                    partial = self.directory / f".{key}.partial-{uuid.uuid4().hex}"
+                    partial = self._partial(key)
                     partial.mkdir(parents=True)
                     try:
                         fill(partial)
@@ -109,7 +111,7 @@ class NodeCache:
             if kept <= self.max_bytes or (lock := self._lock(path.name, fcntl.LOCK_EX)) is None:
                 continue
             try:
-                doomed = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
+                doomed = self._partial(path.name)
                 with suppress(FileNotFoundError):
                     path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
@@ -119,15 +121,19 @@ class NodeCache:
             kept -= size
 
     def _clear_unfinished(self) -> None:
-        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it."""
+        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it. The lock of
+        one of another machine may not be seen from here, so that its work has to be old as well."""
         for lock_file in self.directory.glob(".*.lock"):
             key = lock_file.name[1 : -len(".lock")]
             if (self.directory / key).is_dir() or (lock := self._lock(key, fcntl.LOCK_EX)) is None:
                 continue
             try:
-                for left in self.directory.glob(f".{key}.partial-*"):
+                found = list(self.directory.glob(f".{key}.partial-*"))
+                dead = [left for left in found if left.match(self._partial(key, "*").name) or _is_old(left)]
+                for left in dead:
                     shutil.rmtree(left, ignore_errors=True)
-                lock_file.unlink(missing_ok=True)
+                if found == dead and (dead or _is_old(lock_file)):
+                    lock_file.unlink(missing_ok=True)
             finally:
                 os.close(lock)
 
@@ -159,6 +165,10 @@ class NodeCache:
             finally:
                 entry.release()
 
+    def _partial(self, key: str, name: str | None = None) -> Path:
+        """Where an entry is made or deleted; the name says on which start of which machine."""
+        return self.directory / f".{key}.partial-{boot_id()}-{name or uuid.uuid4().hex}"
+
     def _lock_file(self, key: str) -> Path:
         return self.directory / f".{key}.lock"
 
@@ -179,6 +189,15 @@ class NodeCache:
             except FileNotFoundError:
                 pass
             os.close(descriptor)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether nothing in it has changed for `WAIT_SECONDS`. Not by the time of modification, which a copy takes over."""
+    newest = 0.0
+    for place in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            newest = max(newest, place.lstat().st_ctime)
+    return time.time() - newest > WAIT_SECONDS
 
 
 def private_directory(parent: Path, name: str) -> Path:

@@ -73,6 +73,24 @@ def test_room_that_dead_processes_took_is_free_before_another_entry_is_made(tmp_
     assert (tmp_path / "alive").is_dir()
 
 
+@pytest.mark.parametrize("wait_seconds", [600.0, -1.0])
+def test_what_another_machine_makes_is_cleared_away_only_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_seconds: float
+) -> None:
+    """Its lock is its own kernel's, and free here."""
+    monkeypatch.setattr("roundhouse.weight_sync.cache.WAIT_SECONDS", wait_seconds)
+    theirs = tmp_path / ".theirs.partial-another-boot-0"
+    theirs.mkdir()
+    (theirs / "file").write_bytes(b"x")
+    locks = [tmp_path / f".{key}.lock" for key in ("theirs", "begun")]
+    for lock in locks:
+        lock.touch()
+    for path in (theirs / "file", theirs, *locks):
+        os.utime(path, (0, 0))  # a copy's times are the original's
+    NodeCache(tmp_path, 0).evict()
+    assert [path.exists() for path in (theirs, *locks)] == [wait_seconds > 0] * 3
+
+
 def test_an_entry_whose_making_failed_is_not_there(tmp_path: Path) -> None:
     def fails(partial: Path) -> None:
         (partial / "half").write_bytes(b"x")
