@@ -33,6 +33,8 @@ RECORD = "health.json"
 LISTED_WORK = 50
 LISTED_ERRORS = 50
 DEAD_AFTER_BEATS = 3
+RENEWED_LATE = 1.1
+"""Longest mean time from one renewal of a lease to the next, in intervals."""
 
 
 class InFlight(BaseModel):
@@ -154,7 +156,10 @@ def read_beat(location: Location) -> Beat | None:
 def _has_vanished(holder: lease.LeaseRecord, beat: Beat) -> bool:
     """Whether the driver of another machine has said nothing for so long that it is gone, by the clocks of both."""
     patience = max(holder.seconds, DEAD_AFTER_BEATS * beat.every_seconds)
-    return time.time() - max(beat.written_at, holder.since) > patience
+    heard = beat.written_at
+    if heard < holder.since:  # an earlier driver's: this one may wait for services or the engine, and renews its lease
+        heard = holder.since + holder.renewals * RENEWED_LATE * holder.seconds / lease._RENEWALS
+    return time.time() - heard > patience
 
 
 State = Literal["finished", "running", "failed", "stopped", "crashed", "not started"]

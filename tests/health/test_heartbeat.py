@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from roundhouse.activity import Activity
+from roundhouse.config.loading import parse_config
 from roundhouse.health.errors import ErrorReporter, Severity
-from roundhouse.health.heartbeat import RECORD, Beat, Heartbeat, read_beat
+from roundhouse.health.heartbeat import RECORD, Beat, Heartbeat, read_beat, state_of
+from roundhouse.store import lease
 from roundhouse.store.location import Location
+from roundhouse.store.run import open_run
 
 
 def test_the_record_follows_what_is_in_flight(store_uri: str) -> None:
@@ -48,6 +54,29 @@ def test_a_record_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -
         (place / RECORD).unlink(missing_ok=True)
         (place / RECORD).mkdir()
     assert (place / RECORD).is_dir()
+
+
+@pytest.mark.parametrize(("seconds_ago", "state"), [(0, "running"), (7200, "crashed")])
+def test_a_driver_elsewhere_that_waits_before_its_first_beat_is_running_while_it_renews_its_lease(
+    tmp_path: Path, seconds_ago: float, state: str
+) -> None:
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
+    with Heartbeat(run.location, ErrorReporter(), 10, Activity()):
+        pass
+    beat = json.loads(run.location.read(RECORD)) | {"ended": False, "written_at": 60.0}
+    run.location.write(RECORD, json.dumps(beat).encode())
+    with lease.driving(run.location):
+        pass
+    [record] = lease.all_drivers(run.location)
+    waits = {
+        "since": time.time() - 36000 - seconds_ago,
+        "seconds": 60.0,
+        "renewals": 3540,
+    }  # of 3600: each is a little late
+    away = record.model_copy(update={**waits, "machine": "a pod", "released": False})
+    [name] = (run.location / lease.DIRECTORY).names()
+    (run.location / lease.DIRECTORY).write(name, away.model_dump_json().encode())
+    assert state_of(run) == state
 
 
 def _until(location: Location, holds: Callable[[Beat], bool], seconds: float = 30) -> Beat:
