@@ -91,11 +91,9 @@ class InterfaceEngine(BatchingEngine):
         return None
 
     def shutdown(self) -> None:
-        if self._loop is not None:
-            self._loop.cancel()
         if self._backend is not None:
             self._thread.submit(self._backend.finish_generation)
-        self._thread.shutdown(wait=False)
+        super().shutdown()
 
     def _made(self) -> GenerationInterface:
         assert self._backend is not None, "start() came before"

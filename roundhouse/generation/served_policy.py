@@ -231,8 +231,11 @@ class ServedPolicy:
                     generated = await self.engine.generate(prompt_token_ids, draw)
                 except GenerationAborted:
                     continue
-                except WeightsLost as error:
-                    self._error = f"The weights are to be loaded again: {error}"
+                except EnginePoisoned as error:
+                    if isinstance(error, WeightsLost):
+                        self._error = f"The weights are to be loaded again: {error}"
+                    elif self._error is None:
+                        raise
                     raise PolicyUnavailable(self._error) from error
                 self._generated_tokens += len(generated.token_ids)
                 if generated.versions is None:
@@ -402,6 +405,16 @@ class ServedPolicy:
         self._error = f"{doing} failed: {type(error).__name__}: {error}"
         self._failed_request = desired.request
         logger.exception("%s", self._error)
+
+    async def close(self) -> None:
+        """Shut the engine down; all requests that have no answer yet are refused."""
+        async with self._changing:
+            if self._retry is not None:
+                self._retry.cancel()
+            self._error = "The engine was shut down."
+            self.engine.shutdown()
+            if self._weights is not None:
+                self._weights.release()
 
     async def check_health(self) -> None:
         """Raises when only a restart helps."""

@@ -6,7 +6,8 @@ everybody is the same user, may it be left out.
 
     POST /rh/desired   {"generation": {…}, "model_dir": "…", "desired": {"policy_version": 3, "weights": "file:///…"}}
                     starts the engine, replaces it when its arguments changed, and refits it in place. The old one ends
-                    before the new one starts: a GPU has not room for both. Meanwhile requests are answered 503.
+                    before the new one starts: a GPU has not room for both. Meanwhile requests are answered 503, and those in
+                    flight too.
     …               as a replica: /v1/chat/completions, /rh/status, /rh/replicas, /health
 
     ROUNDHOUSE_ENGINE_TOKEN=… python -m roundhouse.generation.standalone --port 9000
@@ -113,9 +114,9 @@ class StandaloneEngine:
             if self._policy is None or digest != self._application:
                 config = GenerationConfig.model_validate(arguments["generation"])
                 if self._policy is not None:
-                    engine, self._policy, self._server = self._policy.engine, None, None
-                    engine.shutdown()
-                    del engine  # its memory goes with it
+                    old, self._policy, self._server = self._policy, None, None
+                    await old.close()
+                    del old  # its memory goes with it
                 self._policy, self._server = await start_policy(
                     config, arguments["model_dir"], f"process-{os.getpid()}", digest
                 )

@@ -158,10 +158,11 @@ class TrainerEngine(LentEngine, TransformersEngine):
             self._service, self._version = service, version
             return service.weights_digest()
 
-        return await self._between(take)
+        return await self._run(take)
 
     async def sleep(self) -> None:
         await super().sleep()
+        await self._run(lambda: None)  # a batch whose callers left still holds the model for a token
         self._service = None
 
     @contextmanager

@@ -276,16 +276,29 @@ class BatchingEngine(ABC):
         self._loop: asyncio.Task[None] | None = None
         self._answering: list[asyncio.Future[Generated]] = []
         """Those that wait for the rows of the running batch."""
+        self._unanswered: set[asyncio.Future[Generated]] = set()
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
         """See `Engine.generate`."""
+        await self.check_health()
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
         await self._waiting.put((list(prompt_token_ids), draw, future))
         return await future
 
     async def check_health(self) -> None:
         if self._loop is None or self._loop.done():
             raise EnginePoisoned("The engine's loop has ended.")
+
+    def shutdown(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            self._loop = None
+        for future in self._unanswered:
+            if not future.done():
+                future.set_exception(EnginePoisoned("The engine was shut down."))
+        self._thread.shutdown(wait=False)
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -350,11 +363,7 @@ class TransformersEngine(BatchingEngine):
         return scores
 
     async def sleep(self) -> None:
-        def forget() -> None:
-            self._model = None
-            give_back_memory()
-
-        await self._between(forget)
+        await self._between(self._forget)
 
     async def wake(self) -> None:
         def build() -> None:
@@ -391,9 +400,13 @@ class TransformersEngine(BatchingEngine):
         return self._app
 
     def shutdown(self) -> None:
-        if self._loop is not None:
-            self._loop.cancel()
-        self._thread.shutdown(wait=False)
+        super().shutdown()
+        self._thread.shutdown()  # a token's time: nobody waits for the running batch any more
+        self._forget()
+
+    def _forget(self) -> None:
+        self._model = None
+        give_back_memory()
 
     @contextmanager
     def _computing(self) -> Iterator[Any]:

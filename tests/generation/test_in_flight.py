@@ -113,6 +113,18 @@ async def test_a_load_that_breaks_off_takes_the_replica_out_of_service_and_answe
         await policy.check_health()
 
 
+async def test_a_closed_policy_loads_nothing_any_more_and_refuses_what_it_had_not_answered(policy, tmp_path):
+    await policy.apply(DesiredPolicy(2, str(tmp_path / "nowhere"), request=2))
+    retry = policy._retry
+    await policy.close()
+    await asyncio.wait([retry], timeout=1)
+    assert retry.cancelled()
+    with pytest.raises(PolicyUnavailable, match="shut down"):
+        await policy.answer(PROMPT, DRAW)
+    with pytest.raises(EnginePoisoned):
+        await policy.check_health()
+
+
 async def test_weights_that_compute_no_numbers_are_never_in_service(policy, policies, tmp_path):
     broken = tmp_path / "nan"
     shutil.copytree(policies["second"], broken)

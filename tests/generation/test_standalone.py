@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -151,12 +153,15 @@ class OneGpu(transformers_engine.TransformersEngine):
     """Its GPU has room for one engine."""
 
     taken, broken = False, False
+    model: Any = staticmethod(lambda: None)
+    """Refers weakly to that of the newest engine."""
 
     async def start(self) -> None:
-        if OneGpu.taken:
+        if OneGpu.taken or OneGpu.model() is not None:
             raise RuntimeError("out of memory")
         OneGpu.taken = True
         await super().start()
+        OneGpu.model = weakref.ref(self._model)
         if OneGpu.broken:
             raise RuntimeError("cannot start")
 
@@ -187,6 +192,23 @@ async def test_another_engine_starts_in_the_room_of_the_old_one_and_one_that_can
         monkeypatch.setattr(OneGpu, "broken", False)
         assert await ask_for(128) == 200
         assert (await client.get("/health")).status_code == 200
+
+        drawn, draw_row = list[int](), transformers_engine.draw_row
+
+        def slow(*arguments: Any) -> tuple[int, float]:
+            drawn.append(1)
+            time.sleep(0.05)
+            return draw_row(*arguments)
+
+        monkeypatch.setattr(transformers_engine, "draw_row", slow)
+        chat = {"messages": tiny.TOOL_MESSAGES, "max_tokens": 90}
+        running = [asyncio.create_task(client.post("/v1/chat/completions", json=chat)) for _ in range(3)]
+        while not drawn:  # noqa: ASYNC110 (a look into the engine, without a hook for it)
+            await asyncio.sleep(0.001)
+        assert await ask_for(256) == 200
+        assert len(drawn) < 10
+        refusals = await asyncio.wait_for(asyncio.gather(*running), 5)
+        assert [(one.status_code, one.json()["error"]["code"]) for one in refusals] == [(503, "policy_unavailable")] * 3
 
 
 def test_beyond_the_loopback_interface_it_does_not_start_without_a_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,37 @@ async def test_options_of_megatron_core_bound_what_is_answered_together(
     answers = await asyncio.gather(*(engine.generate([5] * 20, Draw(12, seed=seed)) for seed in range(8)))
     assert sizes == together
     assert {answer.versions[0][0] for answer in answers if answer.versions} == {3}
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["sleep", "take"])
+async def test_the_trainer_has_its_model_back_before_it_goes_on(
+    policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    drawn, draw_row = list[int](), transformers_engine.draw_row
+
+    def slow(*arguments: Any) -> tuple[int, float]:
+        drawn.append(1)
+        time.sleep(0.2)
+        return draw_row(*arguments)
+
+    monkeypatch.setattr(transformers_engine, "draw_row", slow)
+    service = TrainEngine(TrainConfig(device="cpu", threads=1))
+    service.load_checkpoint(policies["first"])
+    config = GenerationConfig(backend="trainer", max_model_len=48)
+    engine = TrainerEngine(config, str(policies["first"]), ChatCodec(str(policies["first"]), 48))
+    await engine.start()
+    await engine.take(service, 1)
+    caller = asyncio.create_task(engine.generate([5] * 20, Draw(4, seed=0)))
+    while not drawn:  # noqa: ASYNC110 (a look into the engine, without a hook for it)
+        await asyncio.sleep(0.001)
+    if leaves:
+        caller.cancel()
+        await engine.sleep()
+    else:
+        await engine.take(service, 2)
+    assert service.model.config._attn_implementation == PACKED
+    assert len(drawn) == 1 if leaves else (await caller).versions == [(1, len(drawn))]
     engine.shutdown()
 
 
