@@ -59,6 +59,7 @@ class ResidentRanks(ChannelService):
             base_url=self.ranks.url,
             headers={protocol.PROTOCOL_HEADER: protocol.PROTOCOL, "authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(service.timeout_seconds + MARGIN_SECONDS, connect=CONNECT_SECONDS),
+            trust_env=False,  # no proxy of the environment is given calls and token
         )
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
         super().__init__(RanksChannel(http, opening, self.ranks))
@@ -91,7 +92,7 @@ class RanksChannel(HttpChannel):
     """Calls of the leading rank: none is repeated, because an answer that is lost means that the rank is."""
 
     def __init__(self, http: httpx.Client, opening: protocol.OpenSession, ranks: RunningRanks) -> None:
-        super().__init__(http, opening, retry_seconds=0.0)
+        super().__init__(http, opening, retry_seconds=0.0, timeout_seconds=ranks.service.timeout_seconds)
         self._ranks = ranks
 
     def close(self) -> None:

@@ -321,9 +321,9 @@ def release_trainer() -> None:
     with state_complete_at_end():
         pass
     with _busy:
-        for trainer in _resident.values():
+        while _resident:
+            _, trainer = _resident.popitem()  # closed once, whether or not that succeeds
             trainer.close()
-        _resident.clear()
 
 
 @contextmanager
@@ -479,9 +479,13 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
         kept = _resident.pop(key, None)
     if kept is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
-            renewed = reference_model(run, cache, base.policy_version)
-            assert renewed is not None, "reference_every is refused where there is no reference"
-            kept.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
+            try:
+                renewed = reference_model(run, cache, base.policy_version)
+                assert renewed is not None, "reference_every is refused where there is no reference"
+                kept.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
+            except BaseException:
+                kept.close()
+                raise
         return kept, 0
     release_trainer()
     origin, since = trained_since_state(base)

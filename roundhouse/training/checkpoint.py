@@ -66,6 +66,7 @@ STATE_FILE = "state.json"
 TRAINER_DIRECTORY = "trainer"
 CRITIC_DIRECTORY = "critic"
 """In the trainer's."""
+GENERATION_CONFIG = "generation_config.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 _NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json|\..*")
 """Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. A hidden file is the
@@ -150,7 +151,7 @@ def _without_numbers(directory: Path, attention: str, values: bool) -> PreTraine
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention
         )
-    if (directory / "generation_config.json").is_file():
+    if not values and (directory / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     if values:
         put_value_head(model)
@@ -226,17 +227,22 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
 
 
 def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: Path, ranks: Ranks) -> None:
-    """Write the model's directory: side files, then config.json and weights, an adapter merged into them.
+    """Write the model's directory: config.json, side files as they are, and weights, an adapter merged into them.
 
     The leading rank writes all but its peers' files of weights.
     """
     weights = published_weights(model, ranks)
     if ranks.leads:
-        directory.mkdir(parents=True, exist_ok=True)
+        own = model.generation_config
+        if GENERATION_CONFIG in side_files:
+            model.generation_config = GenerationConfig()  # transformers refuses to save some that it has loaded
+        try:
+            with _no_progress_bars():
+                model.save_pretrained(directory, state_dict={})  # config.json and what else accompanies weights
+        finally:
+            model.generation_config = own
         for name, data in side_files.items():
             (directory / name).write_bytes(data)
-        with _no_progress_bars():
-            model.save_pretrained(directory, state_dict={})  # config.json and what else accompanies weights
     ranks.wait()  # save_pretrained deletes files of weights that it did not write
     save_tensors(weights, directory, "model", ranks)
 

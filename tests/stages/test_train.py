@@ -33,7 +33,9 @@ from roundhouse.training.service.job_entry import error_of, exit_code, read_erro
 from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
 from roundhouse.trajectories.schemas import SEQUENCES
+from roundhouse.weight_sync.transfer import Sender
 from tests.training.service.serving import free_port, listening, make_service, train_server
+from tests.weight_sync.ends import offer_to
 
 
 def make_run(store: str, tmp_path: Path, run_id: str = "r", **service: Any) -> Run:
@@ -128,16 +130,20 @@ def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: 
     ]
 
 
+def _renewing(tmp_path: Path, reference_every: int) -> Run:
+    plain = make_run(str(tmp_path / "store"), tmp_path)
+    algorithm = plain.config.train.algorithm.model_copy(update={"reference_every": reference_every})
+    train = plain.config.train.model_copy(update={"minibatches": 1, "algorithm": algorithm})
+    checkpoint_config = plain.config.checkpoint.model_copy(update={"keep_last": 1})
+    return dataclasses.replace(
+        plain, config=plain.config.model_copy(update={"train": train, "checkpoint": checkpoint_config})
+    )
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_the_reference_is_renewed_every_so_many_iterations_and_kept(tmp_path: Path, restart: bool) -> None:
     """With one update an iteration, the KL to a reference that is the policy itself is 0."""
-    plain = make_run(str(tmp_path / "store"), tmp_path)
-    algorithm = plain.config.train.algorithm.model_copy(update={"reference_every": 2})
-    train = plain.config.train.model_copy(update={"minibatches": 1, "algorithm": algorithm})
-    checkpoint_config = plain.config.checkpoint.model_copy(update={"keep_last": 1})
-    run = dataclasses.replace(
-        plain, config=plain.config.model_copy(update={"train": train, "checkpoint": checkpoint_config})
-    )
+    run = _renewing(tmp_path, reference_every=2)
     checkpoint, penalties = starting_policy(run), []
     for iteration in range(1, 6):
         if restart:
@@ -148,6 +154,37 @@ def test_the_reference_is_renewed_every_so_many_iterations_and_kept(tmp_path: Pa
         retain(run, iteration)
     assert [abs(penalty) < 1e-7 for penalty in penalties] == [True, False, True, False, True], penalties
     assert [version for version in run.checkpoint_versions() if run.checkpoint(version).reference()] == [0, 4, 5]
+
+
+def test_a_trainer_whose_reference_cannot_be_renewed_is_closed(tmp_path: Path) -> None:
+    run = _renewing(tmp_path, reference_every=1)
+    start = starting_policy(run)
+    base = publish(run, train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache"))
+    [trainer] = stage._resident.values()
+    batch = sequences(run, 2)
+    [weights] = [each for each in read_manifest(base).files if each.path.endswith("model.safetensors")]
+    (Location(base.uri).local_path / weights.path).write_bytes(b"damaged")
+    with pytest.raises(StoreError, match="damaged"):
+        train_iteration(run, 2, batch, base, tmp_path / "cache")
+    with pytest.raises(DataError, match="No policy was loaded"):
+        trainer.learner.service.facts()
+
+
+def test_a_trainer_that_cannot_end_its_transfer_is_kept_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(str(tmp_path / "store"), tmp_path)
+    start = starting_policy(run)
+    train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache")
+    [trainer] = stage._resident.values()
+    engine, end = trainer.engine, Sender.end
+    engine.begin_transfer(offer_to(["a"], 1.0), engine.weights_digest()[0])
+    monkeypatch.setattr(Sender, "end", lambda sender, patience: end(sender, patience) and False)
+    with pytest.raises(InfraError, match="A replica keeps the trainer"):
+        stage.release_trainer()
+    assert not stage._resident
+    with pytest.raises(DataError, match="No policy was loaded"):
+        engine.facts()
 
 
 def test_a_reference_that_there_is_not_cannot_be_renewed() -> None:

@@ -55,7 +55,9 @@ def ranks_of(timeout_seconds: float = 120, launcher: str = "subprocess", process
 
 @pytest.fixture(scope="module")
 def together() -> Iterator[ResidentRanks]:
-    service = ranks_of()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+        service = ranks_of()
     yield service
     service.close()
 
@@ -352,6 +354,23 @@ def test_a_rank_that_hangs_is_named_and_none_is_left(model_dir: Path) -> None:
     said = lost(30, signal.SIGSTOP, model_dir)
     assert "no answer within train.service.timeout_seconds (30 s): rank 0" in said
     assert re.search(r"rank 1 \(pid \d+\) stopped", said)
+
+
+def test_no_call_of_the_ranks_goes_through_the_environments_proxy(together: ResidentRanks, model_dir: Path) -> None:
+    """Nothing listens at the one that was set when they began."""
+    together.load_checkpoint(model_dir)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_server_that_is_told_to_end_leaves_nothing_on_its_disk(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    with train_server(tmp_path / "token", "--processes", str(processes)) as (url, _):
+        remote(url).load_checkpoint(model_dir)
+        assert list(scratch.glob("roundhouse-*"))
+    assert not list(scratch.glob("roundhouse-*"))
 
 
 def test_ranks_listen_on_loopback_only(together: ResidentRanks) -> None:

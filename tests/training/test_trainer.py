@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from roundhouse.config.algorithms import GRPOConfig
+from roundhouse.config.algorithms import GRPOConfig, PPOConfig
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.metrics import METRICS
@@ -82,6 +82,22 @@ def test_the_gradient_of_a_step_equals_the_plain_reference(
     assert report.metrics["num_microbatches"] > 1
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert _relative(_gradient(trainer), expected) < 2e-6
+
+
+@pytest.mark.parametrize("algorithm", [GRPOConfig(), PPOConfig(kind="ppo")], ids=["policy", "with a critic"])
+def test_a_checkpoint_keeps_generation_defaults_that_transformers_does_not_save(
+    tmp_path: Path, algorithm: GRPOConfig | PPOConfig
+) -> None:
+    """Many published models set a temperature without do_sample."""
+    directory, saved, again = make_model(tmp_path / "model"), tmp_path / "saved", tmp_path / "again"
+    given = b'{"temperature": 0.7,  "top_p": 0.8, "top_k": 20}'
+    (directory / "generation_config.json").write_bytes(given)
+    config = TrainConfig(threads=1, device="cpu", algorithm=algorithm)
+    trainer = Trainer.load(directory, config)
+    trainer.save(saved)
+    assert trainer.model.generation_config.temperature == 0.7
+    Trainer.load(saved, config, trainer_state=saved / "trainer").save(again)
+    assert [(each / "generation_config.json").read_bytes() for each in (saved, again)] == [given, given]
 
 
 def test_packed_padded_and_accumulated_gradients_agree_to_rounding(model_dir: Path) -> None:

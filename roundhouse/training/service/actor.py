@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,42 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
-from roundhouse.errors import InfraError
+from roundhouse.errors import InfraError, RoundhouseError
 from roundhouse.training.service import protocol
 from roundhouse.training.service.served import OpenEngine, ServedTrainEngine
 from roundhouse.training.service.wire import ChannelService
 
 CONNECT_SECONDS = 10.0
+ENDING_SECONDS = 10.0
+"""For an actor to end its engine and to clean up, before it is killed."""
 NAMING_SECONDS = 20.0
 """For an actor with ranks to find and name the one that hangs, beyond the time limit of a verb."""
 
 
 class TrainActor:
-    """A served engine in an actor."""
+    """A served engine in an actor. Where none can begin, each verb is answered with the reason."""
 
     def __init__(self, config: str, temperature: float, open_engine: OpenEngine | None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
         settings = TrainConfig.model_validate_json(config)
         self._engine = ServedTrainEngine(None, settings, Path(self._scratch.name), open_engine=open_engine)
-        self._engine.begin(settings, temperature)
+        self._refused: protocol.CallReply | None = None
+        try:
+            self._engine.begin(settings, temperature)
+        except RoundhouseError as error:  # raised from here, it would be the actor's loss
+            self._refused = protocol.refusal(error)
 
     def answer(self, verb: str, body: bytes) -> tuple[int, bytes]:
         """A verb's HTTP status and body."""
-        answer = self._engine.answer(verb, body)
+        answer = self._refused or self._engine.answer(verb, body)
         return answer.status, answer.body
+
+    def end(self) -> None:
+        """End the engine, and leave nothing on the disk: an actor that is killed cleans up nothing."""
+        try:
+            self._engine.end()
+        finally:
+            self._scratch.cleanup()
 
 
 class RayTrainService(ChannelService):
@@ -128,6 +142,8 @@ class ActorChannel:
 
     def close(self) -> None:
         if ray.is_initialized():
+            with suppress(RayError):  # it hangs, is gone, or never found room
+                ray.get(self.actor.end.remote(), timeout=ENDING_SECONDS)
             ray.kill(self.actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:

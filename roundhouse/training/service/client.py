@@ -58,14 +58,16 @@ class RemoteTrainService(ChannelService):
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
-        super().__init__(HttpChannel(http, opening, retry_seconds))
+        super().__init__(HttpChannel(http, opening, retry_seconds, timeout_seconds))
 
 
 class HttpChannel:
-    """A session with the server, and its calls in order."""
+    """A session with the server, and its calls in order; `timeout_seconds` is the configured limit of one."""
 
-    def __init__(self, http: httpx.Client, opening: protocol.OpenSession, retry_seconds: float) -> None:
-        self.http, self.retry_seconds = http, retry_seconds
+    def __init__(
+        self, http: httpx.Client, opening: protocol.OpenSession, retry_seconds: float, timeout_seconds: float
+    ) -> None:
+        self.http, self.retry_seconds, self.timeout_seconds = http, retry_seconds, timeout_seconds
         self._opening = opening
         self._session: str | None = None
         self._number = 0
@@ -106,17 +108,20 @@ class HttpChannel:
         deadline = time.monotonic() + self.retry_seconds
         for number in itertools.count(1):
             pause = PAUSES.pause(number)
+            remedy = "Is it running? It is started by `roundhouse train-server`."
             try:
                 answer = attempt()
                 problem = f"status {answer.status_code}" if answer.status_code in _UNANSWERED else None
+            except httpx.ReadTimeout:
+                problem = f"nothing within train.service.timeout_seconds ({self.timeout_seconds:g} s)"
+                remedy = "Raise it where a call takes longer."
             except httpx.TransportError as error:
                 problem = repr(error)
             if problem is None:
                 return protocol.accepted(answer.status_code, answer.content)
             if time.monotonic() + pause > deadline:
                 raise InfraError(
-                    f"The train service at {self.http.base_url} did not answer to {what}: {problem}. Is it running? It is "
-                    "started by `roundhouse train-server`."
+                    f"The train service at {self.http.base_url} did not answer to {what}: {problem}. {remedy}"
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)

@@ -331,11 +331,13 @@ class TrainEngine:
         return weights_in(self.model, self.ranks, getattr(torch, dtype))
 
     def close(self) -> None:
-        self.end_transfer()
-        self._scorers.clear()
-        self._optimizers.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch would keep the memory for itself, and the engine has its turn
+        try:
+            self.end_transfer()
+        finally:
+            self._scorers.clear()
+            self._optimizers.clear()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # torch would keep the memory for itself, and the engine has its turn
 
     def _backward(
         self, role: Role, tokens: TokenBatch, loss_of: _Loss, sums: MetricSums, *, with_entropy: bool = False

@@ -43,6 +43,7 @@ with gc_paused():
     from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.http.ports import LOOPBACK
+    from roundhouse.store.location import Location
     from roundhouse.training.checkpoint import Cursor, HeldWeights
     from roundhouse.training.parallel import Ranks, join, leave
     from roundhouse.training.service.engine import TrainEngine
@@ -200,7 +201,8 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
 def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs) -> None:
     """The leading rank: answer the driver until this process is ended."""
     with (
-        tempfile.TemporaryDirectory(prefix="roundhouse-ranks-") as scratch,
+        # at the place, which the launcher's side removes: this process is ended by a signal
+        tempfile.TemporaryDirectory(prefix="scratch-", dir=Location(spec.place).local_path) as scratch,
         socket.create_server((LOOPBACK, 0)) as bound,
     ):
         engine = ServedTrainEngine(

@@ -104,9 +104,9 @@ class ServedTrainEngine:
         self._engine = self._open_engine(config.model_copy(update=own), temperature)
 
     def end(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     def _forward(self, body: bytes, role: Role) -> CallReply:
         batch = unpack(TokenBatch, body)

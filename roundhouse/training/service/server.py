@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from roundhouse.imports import gc_paused
 
@@ -67,7 +68,11 @@ class Service:
         async with self.turn:
             session = self.lease.open(asked.owner, time.monotonic())
             self.calls = CallLog()
-            await self._on_thread(lambda: self.engine.begin(asked.config, asked.temperature))
+            try:
+                await self._on_thread(lambda: self.engine.begin(asked.config, asked.temperature))
+            except BaseException:
+                self.lease.close(session.token)  # nobody was told the token
+                raise
         logger.info("session of %s", asked.owner)
         opened = protocol.SessionOpened(session=session.token, idle_seconds=self.lease.idle_seconds)
         return Response(opened.model_dump_json(), media_type="application/json")
@@ -171,14 +176,24 @@ def _response(answer: CallReply) -> Response:
 def serve(
     engine: ServedTrainEngine, host: str, port: int, *, token: str | None, idle_seconds: float, max_body_bytes: int
 ) -> None:
-    """Answer until this process is ended.
+    """Answer until this process is ended; then end the engine.
 
     Raises:
         ConfigError: others can reach the address, and there is no token.
+        SystemExit: the process got SIGTERM, which uvicorn raises again once it has closed.
     """
     require_token_beyond_loopback(host, token)
     service = Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
-    uvicorn.run(SameOrigin(build_app(service), host), host=host, port=port, log_level="warning")
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        uvicorn.run(SameOrigin(build_app(service), host), host=host, port=port, log_level="warning")
+    finally:
+        engine.end()
+
+
+def _leave(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut the cleaning up short
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def require_token_beyond_loopback(host: str, token: str | None) -> None:

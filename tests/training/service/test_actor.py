@@ -11,8 +11,10 @@ import ray
 from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.stages.train import open_service
+from roundhouse.training.service.actor import ActorChannel
+from roundhouse.training.service.wire import ChannelService
 from roundhouse.training.trainer import Trainer
 from tests.training.service.test_remote import files
 from tests.training.tiny import make_model, sequences
@@ -56,3 +58,16 @@ def test_an_actor_that_the_cluster_has_no_room_for_is_an_infrastructure_error(mo
     with pytest.raises(InfraError, match=r"within train.service.timeout_seconds \(2 s\).*GPUs"):
         service.load_checkpoint(model_dir)
     service.close()
+
+
+def test_an_actor_that_cannot_begin_answers_with_the_reason_and_leaves_nothing_on_its_disk(model_dir: Path) -> None:
+    service = open_service(CONFIG, owner="run-1", temperature=0.0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="temperature is 0"):
+            service.load_checkpoint(model_dir)
+    assert isinstance(service, ChannelService)
+    assert isinstance(service.channel, ActorChannel)
+    scratch = Path(ray.get(service.channel.actor.__ray_call__.remote(lambda actor: actor._scratch.name)))
+    assert scratch.is_dir()
+    service.close()
+    assert not scratch.exists()

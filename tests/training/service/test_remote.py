@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,19 @@ def test_a_silent_run_loses_the_service_to_another(model_dir: Path, tmp_path: Pa
         remote(url, owner="run-2").load_checkpoint(model_dir)
         with pytest.raises(InfraError, match="session ended"):
             silent.facts()
+
+
+def test_a_session_that_cannot_begin_does_not_keep_the_service_from_another_run(server: str, model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="temperature is 0"):
+        remote(server, temperature=0.0).load_checkpoint(model_dir)
+    remote(server, owner="run-2").load_checkpoint(model_dir)
+
+
+def test_a_request_over_its_time_limit_names_the_key_to_raise(model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        service = remote(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=0.2, retry_seconds=0)
+        with pytest.raises(InfraError, match=r"within train\.service\.timeout_seconds \(0\.2 s\)\. Raise it"):
+            service.load_checkpoint(model_dir)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(server: str, tmp_path: Path) -> None:
