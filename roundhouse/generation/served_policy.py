@@ -412,9 +412,11 @@ class ServedPolicy:
             if self._retry is not None:
                 self._retry.cancel()
             self._error = "The engine was shut down."
-            self.engine.shutdown()
-            if self._weights is not None:
-                self._weights.release()
+            try:
+                self.engine.shutdown()
+            finally:
+                if self._weights is not None:
+                    self._weights.release()
 
     async def check_health(self) -> None:
         """Raises when only a restart helps."""

@@ -437,12 +437,12 @@ class Location:
 
 
 def is_name(text: str) -> bool:
-    """Whether a path below a location may be called so."""
-    return _SAFE_NAME.fullmatch(text) is not None
+    """Whether an entry of a directory in the store may be called so."""
+    return _SAFE_NAME.fullmatch(text) is not None and len(text) <= _LONGEST_PART
 
 
 def _checked(name: str) -> str:
-    if not is_name(name):
+    if _SAFE_NAME.fullmatch(name) is None:
         raise StoreError(f"{name[:200]!r} is not a name for the store: use letters, digits, dots, dashes, underscores.")
     if len(name) > _LONGEST_NAME or max(map(len, name.split("/"))) > _LONGEST_PART:
         raise StoreError(

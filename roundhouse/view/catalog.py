@@ -42,7 +42,7 @@ class Catalog:
         self._lock = threading.Lock()
 
     def run_ids(self) -> list[str]:
-        return (self.root / "runs").names()
+        return self._names("runs")
 
     def runs(self) -> list[dict[str, Any]]:
         """All runs, newest first, and behind them the datasets."""
@@ -52,7 +52,7 @@ class Catalog:
 
     def datasets(self) -> list[str]:
         """`datasets/<name>` of each."""
-        return [f"{PREFIX}{name}" for name in (self.root / "datasets").names()]
+        return [f"{PREFIX}{name}" for name in self._names("datasets")]
 
     def versions(self, dataset: str) -> dict[int, str]:
         """The versions of `datasets/<name>` by their numbers.
@@ -63,8 +63,11 @@ class Catalog:
         if dataset not in (known := self.datasets()):
             raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
         place = self.root / dataset
-        labels = [label for label in place.names() if is_name(label)]
-        return numbered(labels, lambda label: self._has_rollouts(place / label))
+        return numbered(self._names(dataset), lambda label: self._has_rollouts(place / label))
+
+    def _names(self, directory: str) -> list[str]:
+        """What lies there, but for what a person put there under a name that no store has."""
+        return [name for name in (self.root / directory).names() if is_name(name)]
 
     def _has_rollouts(self, version: Location) -> bool:
         if version.uri not in self._with_rollouts and any(name.startswith("rollouts-") for name in version.names()):
@@ -145,7 +148,7 @@ class Catalog:
     def replays(self, run_id: str) -> list[dict[str, Any]]:
         """The replays of a run, newest first: name, request, and the comparison; None while a replay has none."""
         found = []
-        for name in (self.root / "replays").names():
+        for name in self._names("replays"):
             place = self.root / f"replays/{name}"
             try:
                 identity = json.loads(place.read("run.json"))

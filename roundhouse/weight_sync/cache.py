@@ -66,14 +66,17 @@ class NodeCache:
                 return entry
             with self._alone(key) as alone:
                 if alone and not final.is_dir():
-                    for left in self.directory.glob(f".{key}.partial-*"):
-                        shutil.rmtree(left, ignore_errors=True)
+                    self._clear_dead(key)
                     self.evict()  # first, since the room may be needed
                     partial = self._partial(key)
                     partial.mkdir(parents=True)
                     try:
                         fill(partial)
-                        partial.rename(final)
+                        try:
+                            partial.rename(final)
+                        except OSError:
+                            if not final.is_dir():  # else a machine whose lock is not seen from here was quicker
+                                raise
                     finally:
                         shutil.rmtree(partial, ignore_errors=True)
             # The lock was let go for a moment, in which the entry can have been evicted: look again.
@@ -121,21 +124,26 @@ class NodeCache:
             kept -= size
 
     def _clear_unfinished(self) -> None:
-        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it. The lock of
-        one of another machine may not be seen from here, so that its work has to be old as well."""
+        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it."""
         for lock_file in self.directory.glob(".*.lock"):
             key = lock_file.name[1 : -len(".lock")]
             if (self.directory / key).is_dir() or (lock := self._lock(key, fcntl.LOCK_EX)) is None:
                 continue
             try:
-                found = list(self.directory.glob(f".{key}.partial-*"))
-                dead = [left for left in found if left.match(self._partial(key, "*").name) or _is_old(left)]
-                for left in dead:
-                    shutil.rmtree(left, ignore_errors=True)
+                found, dead = self._clear_dead(key)
                 if found == dead and (dead or _is_old(lock_file)):
                     lock_file.unlink(missing_ok=True)
             finally:
                 os.close(lock)
+
+    def _clear_dead(self, key: str) -> tuple[int, int]:
+        """Of an entry whose lock this process holds, delete what is not whole; how much there was, how much was deleted.
+        The lock of another machine may not be seen from here, so that its work has to be old as well."""
+        found = list(self.directory.glob(f".{key}.partial-*"))
+        dead = [left for left in found if left.match(self._partial(key, "*").name) or _is_old(left)]
+        for left in dead:
+            shutil.rmtree(left, ignore_errors=True)
+        return len(found), len(dead)
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[bool]:

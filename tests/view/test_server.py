@@ -143,7 +143,10 @@ def test_an_imported_dataset_is_shown_whatever_its_versions_are_called(tmp_path:
     found = [numbers(version) for version in ("v000001", "another", "v000002")][-1]
     assert found == {"v000001": 1, "v000002": 2, "another": found["another"], "final": chosen}
     Location(store).write("datasets/math/empty/note", b"")
-    (Path(store) / "datasets/math/a person's notes").mkdir()
+    for place in ("datasets/math", "datasets", "runs", "replays"):
+        (Path(store) / place / "a person's notes").mkdir(parents=True)
+    assert [run["run_id"] for run in catalog.runs()] == ["datasets/math"]
+    assert catalog.replays("r") == []
     assert [row["label"] for row in Answers(store).curve(scope)] == list(catalog.versions("datasets/math").values())
     for number in found.values():
         assert Answers(store).rollouts(scope | {"iteration": str(number)})["matched"] == 1

@@ -91,6 +91,20 @@ def test_what_another_machine_makes_is_cleared_away_only_when_it_is_old(
     assert [path.exists() for path in (theirs, *locks)] == [wait_seconds > 0] * 3
 
 
+def test_two_machines_that_make_one_entry_do_not_disturb_each_other(tmp_path: Path) -> None:
+    theirs, final = tmp_path / ".k.partial-another-boot-0", tmp_path / "k"
+
+    def fill(partial: Path) -> None:
+        (partial / "file").write_bytes(b"ours")
+        (theirs / "file").write_bytes(b"theirs")
+        theirs.rename(final)  # they are the quicker ones
+
+    theirs.mkdir()
+    entry = NodeCache(tmp_path, 10**9).entry("k", fill)
+    assert (entry.path / "file").read_bytes() == b"theirs"
+    entry.release()
+
+
 def test_an_entry_whose_making_failed_is_not_there(tmp_path: Path) -> None:
     def fails(partial: Path) -> None:
         (partial / "half").write_bytes(b"x")

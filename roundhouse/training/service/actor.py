@@ -142,9 +142,11 @@ class ActorChannel:
 
     def close(self) -> None:
         if ray.is_initialized():
-            with suppress(RayError):  # it hangs, is gone, or never found room
-                ray.get(self.actor.end.remote(), timeout=ENDING_SECONDS)
-            ray.kill(self.actor)
+            try:
+                with suppress(RayError):  # it hangs, is gone, or never found room
+                    ray.get(self.actor.end.remote(), timeout=ENDING_SECONDS)
+            finally:
+                ray.kill(self.actor)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
