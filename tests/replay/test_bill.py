@@ -99,7 +99,7 @@ def test_what_copies_rows_adds_no_token_and_what_samples_adds_its_own(counted: t
     for each in made:
         each.turns[0] = replace(each.turns[0], trained=False)
     place = Stage(Location(run.config.store) / "datasets/branches/one", kind="collect", run_id=run.run_id, iteration=3)
-    _commit(run, place, checkpoint, made, {"turn": 1})
+    _commit(run, place, checkpoint, collection, made, {"turn": 1})
     after = bill_of(run)
     assert after["tokens"] == before["tokens"] | {"branched": 2 * 4}
     assert after["cpu_seconds"]["replayed"] > 0

@@ -128,8 +128,9 @@ def test_two_kills_in_a_row_find_the_way_back_to_the_last_state(tmp_path: Path, 
     run = run_at(store, tmp_path)
     behind = run.checkpoint(1).reference()
     assert behind is not None
-    run.point_to(behind)  # where both kills came right after a manifest, before the pointer was moved
-    retain(run, 3)  # which the kill may have come before
+    if 2 in run.checkpoint_versions():  # the kill came before retention, which moves the pointer first
+        run.point_to(behind)  # where both kills came right after a manifest, before the pointer was moved
+        retain(run, 3)
     assert run.checkpoint_versions() == [0, 1, 3], "retention keeps the version that has the state"
     train(run, 4, tmp_path / "cache")
     assert metric(run, 4, "retrained_iterations") == 2
