@@ -243,7 +243,7 @@ def shut(stream: Any) -> None:
 LOG_SILENCE_SECONDS = 300.0
 _LOG_BACKOFF = Backoff(0.2)
 _TRIES = 5
-"""Connections in a row that bring no line, before the log is given up."""
+"""Connections in a row that bring no line, before the log of a container that has ended is given up."""
 
 Say = Callable[[str], None]
 
@@ -275,8 +275,8 @@ class PodLog:
     def _follow(self) -> None:
         from urllib3.exceptions import HTTPError
 
-        idle = 0
-        while idle < _TRIES:
+        idle = after_end = 0
+        while after_end < _TRIES:
             last, over = self._last, self._ended.is_set()
             try:
                 query = {"container": self._container, "follow": "true", "timestamps": "true"}
@@ -300,6 +300,7 @@ class PodLog:
             except (HTTPError, OSError, AttributeError, InfraError) as error:
                 logger.info("%s: %s: %s", self._path, type(error).__name__, error)
             idle = 0 if self._last != last else idle + 1
+            after_end = min(idle, after_end + 1) if over else 0
             if over:
                 time.sleep(_LOG_BACKOFF.pause(idle + 1))
             else:
