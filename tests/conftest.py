@@ -155,12 +155,18 @@ def store_uri(request: pytest.FixtureRequest, tmp_path) -> str:
     """An empty store: once on the file system, once in a bucket."""
     if request.param == "file":
         return f"file://{tmp_path}/store"
+
+    return str(request.getfixturevalue("bucket"))
+
+
+@pytest.fixture
+def bucket(s3_server: str) -> str:
+    """URI of a store in a bucket of its own."""
     import s3fs
 
-    request.getfixturevalue("s3_server")
-    bucket = f"rh-{uuid.uuid4().hex[:12]}"
-    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
-    return f"s3://{bucket}/store"
+    name = f"rh-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)
+    return f"s3://{name}/store"
 
 
 @pytest.fixture

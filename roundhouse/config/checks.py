@@ -51,8 +51,8 @@ from roundhouse.config.generation import (
     refits_in_flight,
 )
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.operations import evaluation_sampling, with_set
-from roundhouse.config.placement import engine_sleeps, trainer_makes_room
+from roundhouse.config.operations import LocalInfra, evaluation_sampling, with_set
+from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_machines, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
 from roundhouse.config.training import (
     ProcessService,
@@ -95,9 +95,9 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _placement(config)
     _tinker(config)
     if not recorded:
-        _trainer_gpus(config)
-        _replicas_of_the_trainer(config)
         _ray_launcher(config)
+        _trainer_launcher(config)
+        _replicas_of_the_trainer(config)
         _optimizer_every(config)
         _judge_prices(config)
     _distribution(config)
@@ -381,6 +381,7 @@ def _trainer_as_engine(config: RunConfig) -> None:
     for unfit, key, value, remedy in (
         (service.kind != kind, "train.service.kind", service.kind, f"Set it to {kind}"),
         (processes > 1, "train.service.processes", processes, "Set it to 1: ranks hold a part of the model each"),
+        (here and trainer_launcher(config) is not None, "train.service.launcher", trainer_launcher(config), "Leave it out"),
         (config.infra.kind == "kubernetes", "infra.kind", "kubernetes", "Set it to local, or generation.backend to vllm"),
         (staleness > 0, "asynchrony.staleness", staleness, "Set it to 0: the trainer trains or generates"),
         (generation.engine_url is not None, "generation.engine_url", generation.engine_url, "Leave it out"),
@@ -562,6 +563,11 @@ def _nodes(config: RunConfig) -> None:
     generation, nearness = config.generation, config.placement.colocation
     if not isinstance(config.train.service, RayService):
         assert isinstance(config.train.service, ResidentService | ProcessService)
+        if (launcher := trainer_launcher(config)) not in (None, "subprocess"):
+            raise ValueError(
+                f"placement.colocation is {nearness}, but train.service.launcher is {launcher}, which trains where it finds "
+                "room. Set train.service.launcher to subprocess, or kind to ray, or placement.colocation to none."
+            )
         if nearness == "spread":
             raise ValueError(
                 f"placement.colocation is spread, but train.service.kind is {config.train.service.kind}, on the flow's "
@@ -587,34 +593,40 @@ def _nodes(config: RunConfig) -> None:
         )
 
 
-def _trainer_gpus(config: RunConfig) -> None:
-    infra, service = config.infra, config.train.service
-    if not isinstance(service, ProcessService):
+def _trainer_launcher(config: RunConfig) -> None:
+    """Refuse a launcher that `infra` has no section for, and GPUs that its processes would leave idle or not have."""
+    infra, service, launcher = config.infra, config.train.service, trainer_launcher(config)
+    if not isinstance(service, ProcessService | ResidentService):
         return
-    if service.launcher == "kubernetes" and not isinstance(infra, KubernetesInfra):
+    if launcher == "kubernetes" and not isinstance(infra, KubernetesInfra):
         raise ValueError(
             f"train.service.launcher is kubernetes, but infra.kind is {infra.kind}. Set infra.kind to kubernetes, or "
             "train.service.launcher to subprocess."
         )
-    if isinstance(infra, KubernetesInfra) and service.launcher in (None, "kubernetes"):
+    if launcher == "kubernetes" and isinstance(infra, KubernetesInfra):
         gpus, processes = infra.trainer.gpus, service.processes
         if gpus > processes:
             raise ValueError(
                 f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
                 f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
             )
+    if launcher == "ray" and isinstance(infra, LocalInfra):
+        ray_gpus, processes = infra.ray.trainer.gpus, service.processes
+        if 0 < ray_gpus < processes:
+            raise ValueError(
+                f"infra.ray.trainer.gpus is {ray_gpus:g}, but train.service.processes is {processes}, and each process trains "
+                f"on one GPU. Set the first to {processes}, or to 0 to train on CPUs."
+            )
 
 
 def _replicas_of_the_trainer(config: RunConfig) -> None:
-    service, infra = config.train.service, config.infra
+    service, machines = config.train.service, trainer_machines(config)
     if not isinstance(service, RankedService) or service.data_parallel_replicate == 1:
         return
-    pods = 1
-    if isinstance(infra, KubernetesInfra) and isinstance(service, ProcessService):
-        pods = infra.trainer.pods if service.launcher in (None, "kubernetes") else 1
-    ranks, product = pods * service.processes, math.prod(config.train.parallelism.values())
+    ranks, product = machines * service.processes, math.prod(config.train.parallelism.values())
     if ranks % product:
-        each = f"infra.trainer.pods {pods} x " if pods > 1 else ""
+        key = "infra.ray.trainer.nodes" if trainer_launcher(config) == "ray" else "infra.trainer.pods"
+        each = f"{key} {machines} x " if machines > 1 else ""
         raise ValueError(
             f"train.service.data_parallel_replicate is {service.data_parallel_replicate} x context_parallel "
             f"{service.context_parallel}, which does not divide {each}train.service.processes {service.processes}. Set "
@@ -623,21 +635,14 @@ def _replicas_of_the_trainer(config: RunConfig) -> None:
 
 
 def _ray_launcher(config: RunConfig) -> None:
-    infra, service, distribution = config.infra, config.train.service, config.rollout.distribution
+    distribution = config.rollout.distribution
     by_key = {
-        "train.service.launcher": isinstance(service, ProcessService) and service.launcher == "ray",
+        "train.service.launcher": trainer_launcher(config) == "ray",
         "rollout.distribution.launcher": isinstance(distribution, ProcessShards) and distribution.launcher == "ray",
     }
-    if isinstance(infra, KubernetesInfra):
+    if isinstance(config.infra, KubernetesInfra):
         for key in (key for key, is_ray in by_key.items() if is_ray):
             raise ValueError(f"{key} is ray, but infra.kind is kubernetes, where Jobs do it. Leave the launcher unset.")
-    elif isinstance(service, ProcessService) and service.launcher == "ray":
-        gpus, processes = infra.ray.trainer.gpus, service.processes
-        if 0 < gpus < processes:
-            raise ValueError(
-                f"infra.ray.trainer.gpus is {gpus:g}, but train.service.processes is {processes}, and each process trains on "
-                f"one GPU. Set the first to {processes}, or to 0 to train on CPUs."
-            )
 
 
 def _distribution(config: RunConfig) -> None:

@@ -70,7 +70,8 @@ class Pods(Section):
 
 
 class TrainerPods(Pods):
-    """The pods of a training step, with `train.service.kind: process`. Each runs `train.service.processes` processes."""
+    """The pods of a training step (`train.service.kind: process`), or of ranks that stay (`resident`, with `launcher:
+    kubernetes`). Each runs `train.service.processes` processes."""
 
     image: Annotated[str, Field(min_length=1)] | None = None
     """With the trainer in it; name a digest in production. Unset: roundhouse/trainer:0.1.0-cpu, or -cuda where gpus are asked

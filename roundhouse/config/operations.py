@@ -210,7 +210,14 @@ class RayResources(Section):
 
     cpus: PositiveFloat = 1
     gpus: Annotated[float, Field(ge=0)] = 0
-    """All ranks of a training step are on one node and share them."""
+    """The ranks of a trainer's node take one each."""
+
+
+class RayTrainer(RayResources):
+    """What the trainer reserves on each of its nodes."""
+
+    nodes: PositiveInt = 1
+    """Above 1, the ranks of so many nodes are one group: `train.service.processes` on each, beneath an actor of its own."""
 
 
 class RayCluster(Section):
@@ -218,8 +225,8 @@ class RayCluster(Section):
 
     address: str | None = None
     """Cluster to join; unset joins the one this process is in (RAY_ADDRESS), else starts a local one."""
-    trainer: RayResources = RayResources()
-    """Of a training step."""
+    trainer: RayTrainer = RayTrainer()
+    """Of a training step, and of resident ranks."""
     collector: RayResources = RayResources()
     """Of one shard of a collection."""
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
 from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.operations import LocalInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
 from roundhouse.config.section import Section
-from roundhouse.config.training import ProcessService, RayService, RemoteService, TinkerService
+from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import GenerationConfig
@@ -164,17 +165,40 @@ def _collector(config: RunConfig) -> RolePlacement:
     )
 
 
+def trainer_launcher(config: RunConfig) -> str | None:
+    """What starts the trainer's processes; None where they are not the run's to start, or the flow's own process trains."""
+    service = config.train.service
+    if isinstance(service, ProcessService):
+        return service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
+    return service.launcher if isinstance(service, ResidentService) and not service.is_in_flow else None
+
+
+def trainer_machines(config: RunConfig) -> int:
+    """Machines, pods or Ray's nodes whose processes train together, `train.service.processes` on each."""
+    launcher, infra = trainer_launcher(config), config.infra
+    if isinstance(infra, KubernetesInfra):
+        return infra.trainer.pods if launcher == "kubernetes" else 1
+    return infra.ray.trainer.nodes if isinstance(infra, LocalInfra) and launcher == "ray" else 1
+
+
 def _trainer(config: RunConfig) -> RolePlacement:
     service, infra = config.train.service, config.infra
-    if isinstance(service, ProcessService):
+    launcher, machines = trainer_launcher(config), trainer_machines(config)
+    if isinstance(service, ProcessService) or (
+        isinstance(service, ResidentService) and launcher not in (None, "subprocess")
+    ):
         processes = f"{service.processes} process{'es' if service.processes > 1 else ''}"
-        if isinstance(infra, KubernetesInfra):
-            pods = infra.trainer.pods
-            each = f"{pods} pod{'s' if pods > 1 else ''} of {processes}"
-            return RolePlacement(
-                "trainer", f"a Job a step in namespace {infra.namespace}: {each}", pods * infra.trainer.gpus
-            )
-        return RolePlacement("trainer", f"{processes} a step on the flow's machine")
+        kept = "a step" if isinstance(service, ProcessService) else "kept between iterations"
+        if isinstance(infra, KubernetesInfra) and launcher == "kubernetes":
+            pods = f"{machines} pod{'s' if machines > 1 else ''} of {processes}"
+            gpus = machines * infra.trainer.gpus
+            return RolePlacement("trainer", f"a Job {kept} in namespace {infra.namespace}: {pods}", gpus)
+        if isinstance(infra, LocalInfra) and launcher == "ray":
+            nodes = "a node" if machines == 1 else f"each of {machines} nodes"
+            where = f"{processes} {kept} on {nodes} of {infra.ray.address or 'the Ray cluster'}"
+            return RolePlacement("trainer", where, machines * infra.ray.trainer.gpus)
+        on = "on the flow's machine" if launcher == "subprocess" else f"by {launcher}"
+        return RolePlacement("trainer", f"{processes} {kept} {on}")
     if isinstance(service, RayService):
         cluster = service.address or "the flow's Ray cluster, else a local one"
         ranks = f" with {service.processes} ranks" if service.processes > 1 else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig, OptimizerConfig
 from roundhouse.config.secrets import VariableName
@@ -138,22 +138,20 @@ class RankedService(Section):
 
 
 class ResidentService(RankedService):
-    """On the flow's machine, kept in memory between iterations: in the process of the train stage, or in several of its own."""
+    """Kept in memory between iterations: in the process of the train stage, or in ranks of its own, on the flow's machine or
+    where another launcher starts them."""
 
     kind: Literal["resident"] = "resident"
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb with several processes: a rank that hangs is noticed after it, and all are ended."""
     launcher: LauncherName = "subprocess"
-    """What starts the ranks, on this machine: `subprocess` or `module:Class`."""
+    """What starts the ranks: `subprocess`, on the flow's machine, where one process is the train stage's own; `kubernetes`, so
+    many in each pod of `infra.trainer`; `ray`, so many on each node of `infra.ray.trainer`; or `module:Class`."""
 
-    @field_validator("launcher")
-    @classmethod
-    def _on_this_machine(cls, launcher: str) -> str:
-        if launcher in ("kubernetes", "ray"):
-            raise ValueError(
-                f"train.service.launcher is {launcher}, but resident ranks are on the flow's machine. Use kind: process."
-            )
-        return launcher
+    @property
+    def is_in_flow(self) -> bool:
+        """Whether there are no ranks, and the train stage's own process holds the model."""
+        return self.processes == 1 and self.launcher == "subprocess"
 
 
 class ProcessService(RankedService):

@@ -20,6 +20,7 @@ or ROUNDHOUSE_MAX_BODY_MIB; they are counted as sent, nothing is unpacked.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import os
@@ -226,6 +227,17 @@ def presents(authorization: bytes | str, token: str) -> bool:
     """Whether the header is `Bearer <token>`; compared in constant time."""
     given = authorization.encode() if isinstance(authorization, str) else authorization
     return hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+def token_digest(token: str) -> str:
+    """All that a server has to know of a bearer token that cannot be guessed."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def presents_digested(authorization: str, digest: str) -> bool:
+    """Whether the header is `Bearer <token>` with a token of this `token_digest`."""
+    scheme, _, token = authorization.partition(" ")
+    return scheme == "Bearer" and hmac.compare_digest(token_digest(token), digest)
 
 
 async def authorized(scope: Scope, send: Send, token: str | None, name: str) -> bool:

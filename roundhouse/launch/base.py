@@ -41,6 +41,18 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
+class Group:
+    """One of several machines whose ranks are one group."""
+
+    machines: int
+    machine: int
+    """From 0, where ranks begin."""
+    address: str
+    """Of machine 0, where they meet."""
+    port: int
+
+
+@dataclass(frozen=True)
 class Program:
     """`python -m <module> --spec <place>/spec.json`, in one process or several ranks that find each other."""
 
@@ -58,6 +70,9 @@ class Program:
     timeout_key: str
     """Of the configuration, to raise when it takes longer."""
     ranks: int = 1
+    """On each of its machines."""
+    group: Group | None = None
+    """Where it is one of several machines', set by a launcher that starts it on them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to those that every program of its launcher has."""
     iteration: int = 0
@@ -71,6 +86,8 @@ class Program:
     """Of all that it depends on: a launcher whose programs outlive this process finds it again by it."""
     after: str = ""
     """Digest of the report that lay at its place before, which is not its own."""
+    stays: bool = False
+    """It serves until it is ended, and belongs to the process that had it started: a program that another one left is ended."""
     is_progress: Callable[[str], bool] | None = None
     """Whether a line says that it is at work; until then it may be silent while it waits for a machine. None: it says little,
     and may be silent until its time is over."""
@@ -98,6 +115,8 @@ class Launcher(ABC):
     """Whether its programs see this machine's files and its loopback interface."""
     ending_seconds: float = 10.0
     """How long programs may take to end after they are asked to."""
+    waiting_seconds: float = 0.0
+    """How long a program may wait for its machines before it starts, beyond its own time."""
 
     def __init__(self, run: Run | None) -> None:
         """`run` is the run whose stage starts the programs; None for one that needs none."""

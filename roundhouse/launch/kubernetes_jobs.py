@@ -3,6 +3,8 @@
 Invariant: for one program at most one Job is under way, also when the flow dies and comes back: its name is made of all that
 the program depends on (`Program.digest`), so it is found and waited for. Jobs that the stage began and does not want any more
 (another plan, other settings) are deleted before one is created. Two watches report on all Jobs of the stage.
+
+Resident ranks are never found again, since they belong to the process that is gone: they are deleted, and others started.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from pathlib import Path
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.rollout import Shards
-from roundhouse.config.training import ProcessService
+from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.infra.kubernetes import stage_jobs
-from roundhouse.infra.kubernetes.cluster import connect
+from roundhouse.infra.kubernetes.cluster import OwnedResources, connect
 from roundhouse.infra.kubernetes.job import GONE_SECONDS, RunJobs, Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity, dns_label
-from roundhouse.infra.kubernetes.stage_jobs import PLACE, ShardJob, TrainJob
+from roundhouse.infra.kubernetes.stage_jobs import PLACE, RANKS_PLACE, ShardJob, TrainJob
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
@@ -42,6 +44,9 @@ class KubernetesLauncher(Launcher):
         self._store = Location(run.config.store).uri
         self._cluster = connect(self._infra)
         self._jobs = RunJobs(self._cluster, self._infra.namespace, run.uid)
+        trainer = self._infra.trainer
+        self.waiting_seconds = float(trainer.pending_seconds + trainer.image_seconds)
+        self.waiting_seconds += self._infra.queue_seconds if self._infra.queue else 0
 
     def expect(self, programs: Sequence[Program]) -> None:
         plans = [self._shard(program) for program in programs if program.stage == "collect"]
@@ -75,8 +80,19 @@ class KubernetesLauncher(Launcher):
     def _train(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         """Each try has a place of its own: several pods may have left something at the one before."""
         service = self._run.config.train.service
-        assert isinstance(service, ProcessService), "refused at load (config.checks)"
-        plan = TrainJob(self._identity(program), self._infra, service, reports=program.place.uri, store=self._store)
+        assert isinstance(service, ProcessService | ResidentService), "the kinds that have a launcher"
+        plan = TrainJob(
+            self._identity(program),
+            self._infra,
+            service,
+            reports=program.place.uri,
+            module=program.module,
+            stays=program.stays,
+            flow=OwnedResources(self._cluster, self._infra.namespace).flow() if program.stays else None,
+            store=self._store,
+        )
+        if program.stays:
+            self._jobs.end_others({PLACE: RANKS_PLACE}, {program.digest})
 
         def place(number: int) -> Location:
             return Location(plan.report(number))

@@ -1,7 +1,8 @@
 """Resident ranks: n processes that hold one model together across iterations, behind the verbs of one process.
 
 Invariant: the ranks (`roundhouse.training.service.ranks`) are one program, which a launcher runs in a thread as long as the
-service is open. When one is lost or hangs, the verb under way raises `InfraError` with the cause, and none is left running.
+service is open, on this machine or on others. When one is lost or hangs, the verb under way raises `InfraError` with the cause,
+and none is left running. Elsewhere they also end when nothing is heard of this process any more.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.training import TOKEN_VARIABLE, RankedService, ResidentService, TrainServiceConfig
+from roundhouse.config.training import RankedService, ResidentService, TrainServiceConfig
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.http.asgi import token_digest
 from roundhouse.launch.base import Program, Stopped, open_launcher
 from roundhouse.store.location import Location
+from roundhouse.store.run import Run
+from roundhouse.store.stage import StageKind
 from roundhouse.training.service import protocol
 from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel
 from roundhouse.training.service.engine import TrainEngine
-from roundhouse.training.service.ranks import MODULE, SERVING, RanksSpec
+from roundhouse.training.service.ranks import HEARTBEAT_SECONDS, MODULE, SERVING, RanksSpec
 from roundhouse.training.service.verbs import TrainService
 from roundhouse.training.service.wire import ChannelService
 
@@ -44,17 +48,28 @@ _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
 
 
 class ResidentRanks(ChannelService):
-    """The verbs on `service.processes` ranks of this machine.
+    """The verbs on `service.processes` ranks of each machine where the launcher starts them.
+
+    Args:
+        at: the run and the iteration that they are started in; None: they are of no run, and on this machine.
 
     Raises:
-        ConfigError: the launcher starts programs elsewhere, or the machine has fewer GPUs than ranks.
+        ConfigError: the launcher starts programs elsewhere, and there is no run; or a machine has fewer GPUs than ranks.
         InfraError: the ranks do not start.
     """
 
-    def __init__(self, config: TrainConfig, service: ResidentService, *, owner: str, temperature: float) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        service: ResidentService,
+        *,
+        owner: str,
+        temperature: float,
+        at: tuple[Run, int] | None = None,
+    ) -> None:
         config = config.model_copy(update={"service": service})
         token = secrets.token_hex(16)
-        self.ranks = RunningRanks(config, service, token)
+        self.ranks = RunningRanks(config, service, token_digest(token), at)
         http = httpx.Client(
             base_url=self.ranks.url,
             headers={protocol.PROTOCOL_HEADER: protocol.PROTOCOL, "authorization": f"Bearer {token}"},
@@ -94,10 +109,24 @@ class RanksChannel(HttpChannel):
     def __init__(self, http: httpx.Client, opening: protocol.OpenSession, ranks: RunningRanks) -> None:
         super().__init__(http, opening, retry_seconds=0.0, timeout_seconds=ranks.service.timeout_seconds)
         self._ranks = ranks
+        self._closed = threading.Event()
+        # its own context: it is no part of the work of the stage that happened to open the service
+        threading.Thread(target=Context().run, args=(self._say_alive,), name="rank-heartbeat", daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         self._ranks.close()
         self.http.close()
+
+    def _say_alive(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            try:
+                self.http.get("/v1/alive")
+            except (
+                httpx.TransportError,
+                RuntimeError,
+            ):  # a verb says what became of the ranks; the client may be closed
+                continue
 
     def _until_answered(self, what: str, attempt: Callable[[], httpx.Response]) -> bytes:
         limit = self._ranks.service.timeout_seconds + MARGIN_SECONDS
@@ -111,48 +140,65 @@ class RanksChannel(HttpChannel):
 class RunningRanks:
     """The ranks as a program that runs in a thread of its own, which also ties them to this process's life."""
 
-    def __init__(self, config: TrainConfig, service: ResidentService, token: str) -> None:
+    def __init__(
+        self, config: TrainConfig, service: ResidentService, token_sha256: str, at: tuple[Run, int] | None
+    ) -> None:
         self.service, self.url = service, ""
         self.pids: dict[int, int] = {}
-        """Process ids, by rank."""
+        """Process ids on their machines, by rank, of the ranks whose lines are heard."""
         self._stopped, self._known = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._said = "nothing"
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-ranks-", ignore_cleanup_errors=True)
-        self._launcher = open_launcher(service.launcher, "train.service.launcher", None)
+        self._launcher = open_launcher(service.launcher, "train.service.launcher", None if at is None else at[0])
+        place, digest = Location(Path(self._scratch.name).as_uri()), secrets.token_hex(16)
         if not self._launcher.same_machine:
-            self._launcher.close()
-            raise ConfigError(
-                f"train.service.launcher is {service.launcher}, which starts programs elsewhere; resident ranks are on the "
-                "flow's machine. Set it to subprocess."
-            )
+            if at is None:
+                self._launcher.close()
+                raise ConfigError(
+                    f"train.service.launcher is {service.launcher}, which starts ranks elsewhere, for a run. Set it to "
+                    "subprocess."
+                )
+            run, iteration = at
+            place = run.stage(iteration, StageKind.TRAIN).location / f"jobs/ranks-{digest[:8]}"
         program = Program(
             what="The group of resident ranks",
             module=MODULE,
-            spec=RanksSpec(train=config, timeout_seconds=service.timeout_seconds),
-            place=Location(Path(self._scratch.name).as_uri()),
+            spec=RanksSpec(train=config, timeout_seconds=service.timeout_seconds, token_sha256=token_sha256),
+            place=place,
             place_field="place",
             stage="train",
             timeout_seconds=threading.TIMEOUT_MAX,
             timeout_key="train.service.timeout_seconds",
             ranks=service.processes,
-            environment={TOKEN_VARIABLE: token},
+            iteration=0 if at is None else at[1],
+            digest=digest,
+            label="ranks",
+            stays=True,
         )
         # its own context: it is no part of the work of the stage that happened to open the service
         self._thread = threading.Thread(target=Context().run, args=(self._run, program), name="ranks", daemon=True)
         self._thread.start()
-        if not self._known.wait(START_SECONDS) or not self.url:
-            error = self._error or InfraError(f"The resident ranks did not start within {START_SECONDS:.0f} s.")
+        limit = START_SECONDS + self._launcher.waiting_seconds
+        with ACTIVITY.track("train", "ranks", service.launcher, patience=limit):
+            started = self._known.wait(limit)
+        if not started or not self.url:
+            error = self._error or InfraError(
+                f"The resident ranks did not start within {limit:.0f} s. The last they said: {self._said}."
+            )
             self.close()
             raise error
 
     def lost(self, what: str, error: InfraError) -> InfraError:
         """Why a call was not answered, in words that name the rank; all ranks are ended."""
         self._thread.join(CAUSE_SECONDS)
-        states = ", ".join(f"rank {rank} (pid {pid}) {_state(pid)}" for rank, pid in sorted(self.pids.items()))
+        known = sorted(self.pids.items()) if self._launcher.same_machine else []
+        states = ", ".join(f"rank {rank} (pid {pid}) {_state(pid)}" for rank, pid in known)
         ended = self._error
         self.close()
         limit = self.service.timeout_seconds
-        cause = ended or f"no answer within train.service.timeout_seconds ({limit:g} s): {states}"
+        told = states or f"is {self.url} within reach of the flow?"
+        cause = ended or f"no answer within train.service.timeout_seconds ({limit:g} s): {told}"
         return InfraError(
             f"The resident ranks were lost in {what}: {cause}. Their weights are lost; the next attempt starts them anew from "
             f"the last checkpoint. The leading rank said: {error}"
@@ -183,6 +229,7 @@ class RunningRanks:
         elif (found := _RANK.fullmatch(line)) is not None:
             self.pids[int(found[1])] = int(found[2])
         else:
+            self._said = line
             logger.debug("ranks: %s", line)
 
 

@@ -31,7 +31,7 @@ from roundhouse.infra import processes
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from roundhouse.training.service.job_entry import SPEC, error_of, read_error
+from roundhouse.training.service.job_entry import SPEC, error_of, read_error, torchrun_of_machine
 
 _LAST_LINES = 12
 _FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+)", re.MULTILINE)
@@ -62,7 +62,14 @@ class SubprocessLauncher(Launcher):
     def run_prepared(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         """As `run`, of a program whose spec lies at its place."""
         scratch = Path(tempfile.mkdtemp(dir=self._scratch.name))
-        ranks = torchrun(program.ranks, scratch / "meeting") if program.ranks > 1 else []
+        environment, ranks = dict(program.environment), list[str]()
+        if program.group is not None:
+            group = program.group
+            ranks = torchrun_of_machine(group.machine, group.machines, program.ranks, group.address, group.port)
+        elif program.ranks > 1:
+            ranks, environment = torchrun(program.ranks, scratch / "meeting"), RANKS_MEET_BY_FILE | environment
+        if program.stays:  # it is ended by a signal, and what it leaves goes with the launcher
+            environment = {"TMPDIR": str(scratch)} | environment
         spec = f"{program.place.uri}/{SPEC}"
         process = ChildProcess(
             program.what,
@@ -70,7 +77,7 @@ class SubprocessLauncher(Launcher):
             scratch / f"{program.label or program.stage}.log",
             program.timeout_seconds,
             program.timeout_key,
-            {**RANKS_MEET_BY_FILE, **program.environment},
+            environment,
         )
         if (code := process.run(program.stage, said, stopped, program.stage_uri)) != 0:
             raise (
@@ -96,7 +103,7 @@ def _error_of_ranks(process: ChildProcess, program: Program, code: int) -> Round
     if not failed or (told is not None and not killed):
         return told or process.error_of(code)
     rank, ended = (killed or failed)[-1]  # torchrun's first one is the last in its report
-    of = f"rank {rank} of {program.ranks}"
+    of = f"rank {rank} of {program.ranks * (1 if program.group is None else program.group.machines)}"
     if ended >= 0:
         return error_of(ended, of, process.last_lines())
     return InfraError(

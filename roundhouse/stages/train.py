@@ -30,9 +30,8 @@ import pyarrow.compute as pc
 
 from roundhouse.activity import announce
 from roundhouse.config.generation import IN_TRAINER
-from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.placement import engine_sleeps, trainer_makes_room
+from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_makes_room
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.cpu import attribute_to_this_stage, clock, take_seconds
@@ -388,7 +387,8 @@ def _in_process(
             f"which version {origin.policy_version} has (checkpoint.optimizer_every). Continue with kind resident, which "
             f"trains {len(since)} iterations again, or fork from version {origin.policy_version}."
         )
-    name = service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
+    name = trainer_launcher(config)
+    assert name is not None, "a process is started"
     with open_launcher(name, "train.service.launcher", run) as launcher, tempfile.TemporaryDirectory() as scratch:
         spec = StepSpec(
             iteration=iteration,
@@ -491,7 +491,8 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     origin, since = trained_since_state(base)
     config = run.config
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
-    service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near)
+    at = (run, base.policy_version + 1)
+    service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near, at=at)
     try:
         state = state_of(origin)
         trainer = Trainer.over(
@@ -597,13 +598,19 @@ def _key(run: Run, version: int, files: ModelFiles) -> tuple[str | int | float, 
 
 
 def open_service(
-    config: TrainConfig, *, owner: str, temperature: float, placement_group: str | None = None
+    config: TrainConfig,
+    *,
+    owner: str,
+    temperature: float,
+    placement_group: str | None = None,
+    at: tuple[Run, int] | None = None,
 ) -> TrainService:
     """The service that `config.service` names, to be closed by the caller. Whichever it is, what it computes is the same.
 
     Args:
         owner: of the training session; a remote service distinguishes runs by it.
         placement_group: id of Ray's, in whose last bundle an actor is to be.
+        at: the run and the iteration, for ranks that are started elsewhere.
 
     Raises:
         ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
@@ -611,10 +618,10 @@ def open_service(
     """
     service = config.service
     if isinstance(service, ResidentService):
-        if service.processes > 1:
+        if not service.is_in_flow:
             from roundhouse.launch.resident_ranks import ResidentRanks
 
-            return ResidentRanks(config, service, owner=owner, temperature=temperature)
+            return ResidentRanks(config, service, owner=owner, temperature=temperature, at=at)
         from roundhouse.training.service.engine import TrainEngine
 
         return TrainEngine(config, temperature=temperature)

@@ -155,12 +155,20 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
 
 def _downloaded(checkpoint: Reference, cache: Path) -> tuple[Path, int]:
     """Where a remote checkpoint's files are, and the lock that keeps them there until it is closed."""
-    manifest, target = read_manifest(checkpoint), cache / checkpoint.digest[:24]
+    manifest, target = read_manifest(checkpoint), cache / _downloaded_as(checkpoint)
     while (lock := _locked(target, fcntl.LOCK_SH)) is None:
         _download(Location(checkpoint.uri), manifest, target)
     os.utime(target)
     _delete_unused(cache)
     return target, lock
+
+
+def _downloaded_as(checkpoint: Reference) -> str:
+    return checkpoint.digest[:24]
+
+
+def _plain_as(location: Location) -> str:
+    return f"plain-{hashlib.sha256(location.uri.encode()).hexdigest()[:24]}"
 
 
 def _download(location: Location, manifest: Manifest, target: Path) -> None:
@@ -262,7 +270,7 @@ def plain_directory(location: Location, cache: Path) -> Path:
     location = model_location(location)
     if location.is_local:
         return location.local_path
-    target = cache / f"plain-{hashlib.sha256(location.uri.encode()).hexdigest()[:24]}"
+    target = cache / _plain_as(location)
     if target.is_dir():
         return target
     staging = _staging(cache)
@@ -325,6 +333,46 @@ class StoredModel(BaseModel):
             return
         with directory_checked_meanwhile(self.checkpoint, self.cache) as directory:
             yield directory
+
+    def read_file(self, name: str) -> bytes:
+        """One file of it, such as `config.json`.
+
+        Raises:
+            NotFound: it has none of that name.
+        """
+        name = f"{self.below}/{name}".removeprefix("/")
+        if self.checkpoint is None:
+            return model_location(Location(self.uri)).read(name)
+        if (entry := read_manifest(self.checkpoint).model_files.by_name().get(name)) is None:
+            raise NotFound(f"{self.uri} has no {name}")
+        return Location(self.uri).read(entry.path)
+
+    @property
+    def cached_as(self) -> str:
+        """Its name in the cache, where it has to be downloaded."""
+        if self.checkpoint is None:
+            return _plain_as(model_location(Location(self.uri)))
+        return _downloaded_as(self.checkpoint)
+
+
+class LoadedModels:
+    """What one process has loaded into its memory by way of a cache of its own: of each role the last one stays there."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self._last: dict[str, str] = {}
+
+    def here(self, model: StoredModel) -> StoredModel:
+        """The model, to be downloaded into this cache."""
+        return model.model_copy(update={"cache": self.cache})
+
+    def loaded(self, role: str, model: StoredModel) -> None:
+        """Delete the downloads that no role was loaded from last; a critic lies in its policy's."""
+        self._last[role] = model.cached_as
+        if self.cache.is_dir():
+            for path in self.cache.iterdir():
+                if path.name not in self._last.values():
+                    shutil.rmtree(path)
 
 
 ModelSource = Path | StoredModel

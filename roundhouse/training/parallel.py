@@ -61,6 +61,16 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def first_here(self) -> int:
+        """The first rank of this machine, which fetches for its neighbours what they all read."""
+        return self.rank - self.local_rank
+
+    @property
+    def is_beside_leader(self) -> bool:
+        """Whether it sees the files of the leading rank's machine."""
+        return self.rank < self.here
+
+    @property
     def sharing(self) -> int:
         """Ranks that compute each microbatch together, and find the same of it."""
         return (1 if self.context is None else self.context.size) * self.columns

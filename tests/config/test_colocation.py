@@ -40,6 +40,7 @@ def configured(nearness: str | None = None, sleeps: bool | None = None, **keys: 
         ("node", None, {**KUBERNETES, "train": {"service": {"kind": "process"}}}, "kind kubernetes.*node selectors"),
         ("node", None, {"train": {"service": {"kind": "remote", "url": "http://t:1"}}}, "remote.*resident, process or ray"),
         ("spread", None, {}, "spread, but train.service.kind is resident.*Set train.service.kind to ray"),
+        ("node", None, {"train": {"service": {"kind": "resident", "launcher": "ray"}}}, "node, but.*launcher is ray"),
         ("node", None, {"generation": {"engine_url": "http://far:1"}}, "http://far:1.*another machine"),
         ("node", None, {"generation": {"engine_url": "http://e:1"}, "train": {"service": RAY}}, "Ray does not place that"),
         ("spread", None, {"generation": {"replicas": 2}, "train": {"service": RAY}}, "replicas is 2.*Set generation.rep"),

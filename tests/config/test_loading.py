@@ -405,13 +405,27 @@ def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
     assert found == {"context_parallel": 2, "tensor_parallel": 2, "data_parallel_replicate": 1, "expert_parallel": 1}
 
 
-def test_a_replica_of_the_trainer_may_be_a_pod() -> None:
-    service = {"kind": "process", "processes": 8, "data_parallel_replicate": 3}
+@pytest.mark.parametrize("service", [{"kind": "process"}, {"kind": "resident", "launcher": "kubernetes"}])
+def test_a_replica_of_the_trainer_may_be_a_pod(service: dict[str, Any]) -> None:
+    service |= {"processes": 8, "data_parallel_replicate": 3}
     pods = {"kind": "kubernetes", "trainer": {"gpus": 8, "pods": 3}}
     tree = {"run_id": "a", "store": "s3://b/p", "infra": pods, "train": {"service": service}}
     assert parse_config(tree).train.parallelism["data_parallel_replicate"] == 3
     with pytest.raises(ConfigError, match=r"does not divide infra.trainer.pods 2 x train.service.processes 8"):
         parse_config(tree | {"infra": pods | {"trainer": {"gpus": 8, "pods": 2}}})
+
+
+def test_a_replica_of_the_trainer_may_be_a_ray_node() -> None:
+    service = {"kind": "resident", "launcher": "ray", "processes": 8, "data_parallel_replicate": 3}
+    tree = {
+        "run_id": "a",
+        "store": "s3://b/p",
+        "infra": {"ray": {"trainer": {"nodes": 3}}},
+        "train": {"service": service},
+    }
+    assert parse_config(tree).train.parallelism["data_parallel_replicate"] == 3
+    with pytest.raises(ConfigError, match=r"does not divide infra.ray.trainer.nodes 2 x train.service.processes 8"):
+        parse_config(tree | {"infra": {"ray": {"trainer": {"nodes": 2}}}})
 
 
 @pytest.mark.parametrize(

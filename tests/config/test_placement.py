@@ -60,6 +60,21 @@ from roundhouse.config.placement import placement
                 "a Job a step in namespace roundhouse: 2 pods of 4 processes, 8 GPU",
             ],
         ),
+        (
+            {
+                "store": "s3://b/s",
+                "infra": {"kind": "kubernetes", "trainer": {"gpus": 1}},
+                "train": {"service": {"kind": "resident", "launcher": "kubernetes"}},
+            },
+            ["trainer:   a Job kept between iterations in namespace roundhouse: 1 pod of 1 process, 1 GPU"],
+        ),
+        (
+            {
+                "infra": {"ray": {"address": "10.0.0.1:6379", "trainer": {"nodes": 2, "gpus": 8}}},
+                "train": {"service": {"kind": "resident", "launcher": "ray", "processes": 8}},
+            },
+            ["trainer:   8 processes kept between iterations on each of 2 nodes of 10.0.0.1:6379, 16 GPU"],
+        ),
     ],
 )
 def test_each_role_stands_where_the_configuration_puts_it(overrides: dict[str, Any], said: list[str]) -> None:

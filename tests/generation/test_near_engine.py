@@ -5,18 +5,14 @@ The nodes declare GPUs that they have not; Ray places by what is declared.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from roundhouse.config.loading import parse_config
@@ -28,59 +24,18 @@ from roundhouse.generation.serve_app import APPLICATION, DEPLOYMENT, build, plac
 from roundhouse.training.service.actor import RayTrainService
 from roundhouse.weight_sync.replica_state import arguments_of
 from tests.generation import tiny
+from tests.ray_nodes import two_ray_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-STARTS = 3
-"""A node has half a minute to register, which a busy machine may not give it."""
-
 
 @pytest.fixture(scope="module")
-def own_place() -> Iterator[None]:
-    """Ray's directory is this module's own: in /tmp/ray it would leave its address, which other clients of Ray join."""
-    with (
-        tempfile.TemporaryDirectory(prefix="rhn", dir="/tmp", ignore_cleanup_errors=True) as place,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("RAY_TMPDIR", place)  # sockets have short names
+def cluster() -> Iterator[None]:
+    with two_ray_nodes(num_cpus=2, num_gpus=2):
+        # nobody comes by HTTP, and Serve kills a proxy that needs five seconds to start
+        serve.start(proxy_location="Disabled")
         yield
-
-
-@pytest.fixture(scope="module")
-def cluster(own_place: None) -> Iterator[Cluster]:
-    node = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80_000_000}
-    before = set(psutil.Process().children(recursive=True))
-    for start in range(STARTS):
-        found = Cluster()
-        try:
-            found.add_node(**node, include_dashboard=False)
-            found.add_node(**node)
-            ray.init(address=found.address, log_to_driver=False, configure_logging=False)
-        except Exception:  # what Ray raises of a start that took too long is a plain one
-            ray.shutdown()
-            found.shutdown()
-            end_children_but(before)  # Ray has forgotten those of a node that did not register
-            if start == STARTS - 1:
-                raise
-        else:
-            break
-    serve.start(
-        proxy_location="Disabled"
-    )  # nobody comes by HTTP, and Serve kills a proxy that needs five seconds to start
-    yield found
-    serve.shutdown()
-    ray.shutdown()
-    found.shutdown()
-    end_children_but(before)
-
-
-def end_children_but(kept: set[psutil.Process]) -> None:
-    """End what this process has started since."""
-    started = [child for child in psutil.Process().children(recursive=True) if child not in kept]
-    for child in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(started, timeout=10)
+        serve.shutdown()
 
 
 def asked(nearness: str, engine_gpus: float, trainer_gpus: float) -> RunConfig:
@@ -128,7 +83,7 @@ def trainer_in(config: RunConfig, group: str) -> tuple[RayTrainService, tuple[st
     ("nearness", "engine_gpus", "trainer_gpus", "one_gpu"), [("gpu", 0.5, 0.4, True), ("node", 1, 1, False)]
 )
 def test_the_trainer_is_on_the_engines_node_and_on_its_gpu_where_that_was_asked(
-    cluster: Cluster, nearness: str, engine_gpus: float, trainer_gpus: float, one_gpu: bool
+    cluster: None, nearness: str, engine_gpus: float, trainer_gpus: float, one_gpu: bool
 ) -> None:
     config = asked(nearness, engine_gpus, trainer_gpus)
     group, node, gpus = replica_near(config)
@@ -146,7 +101,7 @@ def test_the_trainer_is_on_the_engines_node_and_on_its_gpu_where_that_was_asked(
 
 
 def test_apart_from_a_real_replica_the_trainer_is_on_the_other_node_and_shares_its_fate(
-    cluster: Cluster, tmp_path: Path
+    cluster: None, tmp_path: Path
 ) -> None:
     config = asked("spread", 0, 0)
     model, reserved = tiny.make_model(tmp_path / "model", seed=1), reservation(config)

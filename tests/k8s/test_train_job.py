@@ -5,12 +5,10 @@ There are no nodes: the kubelet of the test runs the container's command as a pr
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
@@ -27,19 +25,20 @@ from tests.stages.test_train import checkpoint_digests, make_run, sequences
 Object = dict[str, Any]
 
 
-@pytest.fixture
-def bucket(s3_server: str) -> str:
-    name = f"rh-{uuid.uuid4().hex[:12]}"
-    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)
-    return f"s3://{name}/store"
-
-
-def cluster_run(stand: Stand, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> Run:
+def cluster_run(
+    stand: Stand,
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    service: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> Run:
     """The run of `make_run`, with its training on the cluster."""
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     monkeypatch.setattr(stage_jobs, "CACHE", str(tmp_path / "pod-cache"))
     stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod)
     tree = make_run(store, tmp_path, kind="process").config.model_dump(mode="json")
+    tree["train"]["service"] = service or tree["train"]["service"]
     tree["infra"] = {
         "kind": "kubernetes",
         "namespace": stand.namespace,

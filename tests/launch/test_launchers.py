@@ -173,9 +173,17 @@ def test_a_program_that_no_node_has_room_for_ends_at_its_time_limit_and_names_wh
     waiting = program(tmp_path, "report", stage=stage, timeout_seconds=0.5)
     with (
         open_launcher("ray", "a.key", on_ray(tmp_path, **{key: {"cpus": 64, "gpus": 2}})) as launcher,
-        pytest.raises(InfraError, match=r"a\.key.*64 CPUs and 2 GPUs.*nothing: has a node"),
+        pytest.raises(InfraError, match=r"a\.key.*64 CPUs and 2 GPUs on a node.*nothing: has the cluster"),
     ):
         launcher.run(waiting, lambda line: None, threading.Event())
+
+
+def test_a_cluster_with_too_few_nodes_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    with (
+        open_launcher("ray", "a.key", on_ray(tmp_path, trainer={"nodes": 2})) as launcher,
+        pytest.raises(InfraError, match=r"a\.key.*1 CPUs and 0 GPUs on each of 2 nodes.*nothing: has the cluster"),
+    ):
+        launcher.run(program(tmp_path, "report", timeout_seconds=0.5), lambda line: None, threading.Event())
 
 
 def test_a_program_that_is_lost_with_its_actor_is_an_infrastructure_error_and_leaves_nothing(

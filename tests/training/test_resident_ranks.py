@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.training import ResidentService
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.stages.train import open_service
@@ -376,8 +375,3 @@ def test_a_server_that_is_told_to_end_leaves_nothing_on_its_disk(
 def test_ranks_listen_on_loopback_only(together: ResidentRanks) -> None:
     connections = [each for pid in pids(together) for each in psutil.Process(pid).net_connections("tcp")]
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
-
-
-def test_a_launcher_that_starts_no_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="resident ranks are on the flow's machine"):
-        ResidentService(processes=2, launcher="kubernetes")

@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.placement import trainer_machines
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
 from roundhouse.store.location import Location
@@ -248,7 +249,7 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     if (files := _weights_here(config)) and matrix_types(files) != {"BF16"}:
         # whatever config.json says: one matrix in float32 keeps all that an adapter leaves frozen in it
         shape.get_text_config().dtype = torch.float32
-    processes = getattr(config.train.service, "processes", 1)
+    processes = getattr(config.train.service, "processes", 1) * trainer_machines(config)
     ranks = gpus or processes
     tokens = max(config.train.tokens_per_microbatch, config.generation.max_model_len)
     plan = plan_memory(shape, config.train, ranks, tokens)

@@ -3,9 +3,11 @@
 Invariant: equal arguments give equal manifests, restricted as those of all stages (`stage_pod`).
 
 One pod runs a step itself, or torchrun over its own processes. Several pods are an Indexed Job: index 0 is the meeting point,
-which the others find by its host name under the run's headless Service. A shard is one pod, and a pod of its own that failed,
-for whatever reason, ends the Job: the launcher's caller counts the loss and decides about another try, which resumes with what
-this one has written. A gym server is one pod too, and the Job of a dead one is followed by another behind the same Service.
+which the others find by its host name under the run's headless Service. Resident ranks are the same pods, which stay.
+
+A shard is one pod, and a pod of its own that failed, for whatever reason, ends the Job: the launcher's caller counts the loss
+and decides about another try, which resumes with what this one has written. A gym server is one pod too, and the Job of a dead
+one is followed by another behind the same Service.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from roundhouse.config.kubernetes import (
     TrainerPods,
 )
 from roundhouse.config.rollout import Shards
-from roundhouse.config.training import ProcessService
+from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
 from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, GYM, TRAINER, PodKeys
 from roundhouse.store.location import Location
+from roundhouse.training.service.job_entry import ADDRESS_VARIABLE, torchrun_of_machine
 
 Manifest = dict[str, Any]
 
@@ -41,12 +44,13 @@ NODE_CACHE = "/cache"
 MEETING_PORT = 29500
 WORKER = "roundhouse.collection.shard_worker"
 PLACE = f"{LABEL}stage-uri"
-"""Annotation: the directory of the stage that a Job collects for; `gym` of a gym server."""
-GYM_PLACE = "gym"
+"""Annotation: the directory of the stage that a Job collects for; `gym` of a gym server, `ranks` of resident ranks."""
+GYM_PLACE, RANKS_PLACE = "gym", "ranks"
 HTTP = "http"
 """Name of a server's port, as in `k8s/base/gym.yaml` and its network policies."""
 SERVER_SECONDS = 7 * 86_400
-"""A gym server's deadline: of one that a killed flow left behind. A run that lasts longer starts it again."""
+"""A gym server's deadline, and that of resident ranks: of those that a killed flow left behind. A run that lasts longer starts
+them again."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +158,17 @@ class StageJob(ABC):
 
 @dataclass(frozen=True)
 class TrainJob(StageJob):
-    """A training step."""
+    """A training step, or resident ranks."""
 
-    service: ProcessService
+    service: ProcessService | ResidentService
     reports: str
     """URI of the directory below which each try has one of its own: `<reports>/<name>/spec.json`, `report.json`, …"""
+    module: str = STEP
+    """What the processes run."""
+    stays: bool = False
+    """It serves until it is deleted, and at the latest when what owns it is."""
+    flow: Manifest | None = None
+    """Of one that stays: as of `GymJob`."""
     keys = TRAINER
     container = "trainer"
 
@@ -199,6 +209,8 @@ class TrainJob(StageJob):
 
     def seconds(self) -> int:
         """The Job's deadline: the wait for nodes, and the step."""
+        if self.stays:
+            return SERVER_SECONDS
         return int(self.infra.trainer.pending_seconds + self.service.timeout_seconds)
 
     def _pod(self, number: int) -> Manifest:
@@ -216,6 +228,8 @@ class TrainJob(StageJob):
             mounts=[{"name": "memory", "mountPath": "/dev/shm"}, *cache_mount, *store_mount],
             devices={"nvidia.com/gpu": str(trainer.gpus)} if trainer.gpus else {},
         )
+        own = {"name": ADDRESS_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        container["env"] += [own] if self.stays else []
         memory = {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": trainer.shared_memory}}
         pod = stage_pod.pod(trainer, container, infra.service_account, [memory, *cache, *store])
         if self.pods > 1:
@@ -223,27 +237,28 @@ class TrainJob(StageJob):
         return pod
 
     def _restarts(self) -> int:
-        return self.infra.trainer.restarts if self.pods == 1 else 0
+        return self.infra.trainer.restarts if self.pods == 1 and not self.stays else 0
 
     def _disrupted(self) -> Literal["Ignore", "FailJob"]:
-        """A disrupted pod is replaced; its peers in a group of several have failed with it."""
-        return "Ignore" if self.pods == 1 else "FailJob"
+        """A disrupted pod is replaced; its peers in a group of several have failed with it, and what it held is lost."""
+        return "Ignore" if self.pods == 1 and not self.stays else "FailJob"
+
+    def _annotations(self) -> dict[str, str]:
+        return {PLACE: RANKS_PLACE} if self.stays else {}
+
+    def job(self, number: int, owner: Manifest) -> Manifest:
+        return super().job(number, self.flow or owner)
 
     def command(self, number: int) -> list[str]:
         """Arguments of the interpreter in each pod."""
-        step = ["-m", STEP, "--spec", f"{self.report(number)}/spec.json"]
+        step = ["-m", self.module, "--spec", f"{self.report(number)}/spec.json"]
         processes = self.service.processes
         if self.pods == 1:
             alone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
             return [*(alone if processes > 1 else []), *step]
         host = f"{self.identity.job_name(number)}-0.{run_object_name(self.identity.run_id, self.identity.run_uid)}"
-        return [
-            *("-m", "torch.distributed.run"),
-            *("--nnodes", str(self.pods), "--node-rank", "$(JOB_COMPLETION_INDEX)"),
-            *("--nproc-per-node", str(processes)),
-            *("--master-addr", f"{host}.{self.namespace}.svc", "--master-port", str(MEETING_PORT)),
-            *step,
-        ]
+        address = f"{host}.{self.namespace}.svc"
+        return [*torchrun_of_machine("$(JOB_COMPLETION_INDEX)", self.pods, processes, address, MEETING_PORT), *step]
 
 
 @dataclass(frozen=True)

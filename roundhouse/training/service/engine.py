@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
-from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
 from roundhouse.store.stage import ModelFiles
@@ -74,6 +74,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+REFUSALS = (DataError, ConfigError, StoreError)
+"""What a request brings about by itself: raised alike by all ranks, which stay."""
 
 
 class TrainEngine:
@@ -184,7 +187,8 @@ class TrainEngine:
             save_model(self.model, self._side_files, directory, self.ranks)
         if cursor is not None:
             state = directory / TRAINER_DIRECTORY
-            state.mkdir(exist_ok=True)
+            if self.ranks.is_beside_leader:  # whose ranks write
+                state.mkdir(exist_ok=True)
             save_optimizer(self.model, self.optimizer, state, self.ranks)
             save_adapter(self.model, state, self.ranks)
             if Role.CRITIC in self._scorers:
@@ -198,8 +202,28 @@ class TrainEngine:
     def load_checkpoint(
         self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        with on_this_machine(directory, trainer_state) as (model, state):
+        with self._on_each_machine(directory, trainer_state) as (model, state):
             return self._load(model, state, role)
+
+    @contextmanager
+    def _on_each_machine(self, model: ModelSource, state: ModelSource | None) -> Iterator[tuple[Path, Path | None]]:
+        """Directories of this machine: its first rank fetches them, or checks digests, and its neighbours read the same."""
+        refused: RoundhouseError | None = None
+        with ExitStack() as opened:
+            own: tuple[Path, Path | None] | None = None
+            with self._raised_by_all():
+                if self.ranks.rank == self.ranks.first_here:
+                    own = opened.enter_context(on_this_machine(model, state))
+            found = self.ranks.gather(own)[self.ranks.first_here]
+            assert found is not None, "of a first rank"
+            try:
+                yield found
+            except REFUSALS as error:  # by all ranks, of which one may find next that its files are damaged
+                refused = error
+            with self._raised_by_all():
+                opened.close()
+        if refused is not None:
+            raise refused
 
     def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
         loaded: list[Scorer] = []
@@ -436,13 +460,15 @@ class TrainEngine:
         found: RoundhouseError | None = None
         try:
             yield
-        except (DataError, ConfigError) as error:
+        except REFUSALS as error:
             found = error
-        for rank, problem in enumerate(self.ranks.gather(None if found is None else str(found))):
-            if found is not None:
-                raise found
+        problems = self.ranks.gather(None if found is None else (type(found), str(found)))
+        if found is not None:
+            raise found
+        for rank, problem in enumerate(problems):
             if problem is not None:
-                raise DataError(f"Rank {rank} of {self.ranks.size}: {problem}")
+                kind, text = problem
+                raise kind(f"Rank {rank} of {self.ranks.size}: {text}")
 
     def _drop_gradient(self, role: Role) -> None:
         self._optimizer(role).zero_grad(set_to_none=True)

@@ -20,8 +20,25 @@ from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseErr
 from roundhouse.store.location import Location, NotFound
 
 SPEC, REPORT, ERROR = "spec.json", "report.json", "error.json"
+ADDRESS_VARIABLE = "ROUNDHOUSE_ADDRESS"
+"""By which other machines reach the one that a program runs on, where its launcher starts programs elsewhere."""
 
 Spec = TypeVar("Spec", bound=BaseModel)
+
+
+def torchrun_of_machine(machine: int | str, machines: int, ranks: int, address: str, port: int) -> list[str]:
+    """Arguments of the interpreter that start the ranks of one of several machines.
+
+    Args:
+        machine: its number; ranks are counted from those of machine 0.
+        ranks: on each.
+        address: of machine 0, where they meet.
+    """
+    return [
+        *("-m", "torch.distributed.run"),
+        *("--nnodes", str(machines), "--node-rank", str(machine), "--nproc-per-node", str(ranks)),
+        *("--master-addr", address, "--master-port", str(port)),
+    ]
 
 
 def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
@@ -61,16 +78,20 @@ def read_error(location: Location) -> RoundhouseError | None:
     return kinds.get(told.get("kind"), InfraError)(str(told.get("message")))
 
 
+def kind_of(code: int) -> type[RoundhouseError]:
+    """Of the error that a process ended with, by its exit code."""
+    return next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
+
+
 def exit_code(error: RoundhouseError) -> int:
     return EXIT_CODES[_kind(error)]
 
 
 def error_of(code: int, what: str, said: str) -> RoundhouseError:
     """The error of a process that left none. `what` names it; `said` is the end of its log."""
-    kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
     memory = " (by the kernel, when its memory was full?)" if code == -signal.SIGKILL else ""
     ended = f"was killed by signal {-code}{memory}" if code < 0 else f"ended with exit code {code}"
-    return kind(f"{what} {ended}. The last it said: {said}")
+    return kind_of(code)(f"{what} {ended}. The last it said: {said}")
 
 
 def _kind(error: RoundhouseError) -> type[RoundhouseError]:

@@ -30,7 +30,7 @@ with gc_paused():
     from roundhouse.errors import InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.logs import set_up_observability
-    from roundhouse.store.directories import local_directory, plain_directory, scratch_beside, upload_model
+    from roundhouse.store.directories import ModelSource, StoredModel, scratch_beside, upload_model
     from roundhouse.store.location import Location, NotFound
     from roundhouse.store.stage import ModelFiles, Reference, parse_parquet, read_table
     from roundhouse.training.batch import TrainingSequences
@@ -103,11 +103,11 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
     batch = TrainingSequences.from_table(read_table(spec.sequences, "sequences"))
     engine = TrainEngine(spec.train, temperature=spec.temperature, ranks=ranks)
     model = _checkpoint(spec.base, cache, kept)
-    reference = None
+    reference: ModelSource | None = None
     if isinstance(spec.reference, Reference):
         reference = _checkpoint(spec.reference, cache, kept)
     elif spec.reference is not None:
-        reference = plain_directory(Location(spec.reference), cache)
+        reference = StoredModel(uri=spec.reference, cache=cache)
     state = (model if spec.state is None else _checkpoint(spec.state, cache, kept)) / TRAINER_DIRECTORY
     trainer = Trainer.over(
         engine,
@@ -115,7 +115,7 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
         spec.train,
         trainer_state=state if state.is_dir() else None,
         reference_dir=reference,
-        critic_dir=None if spec.critic is None else plain_directory(Location(spec.critic), cache),
+        critic_dir=None if spec.critic is None else StoredModel(uri=spec.critic, cache=cache),
         seed=spec.seed,
     )
     judged = tolerances(batch.policy_versions, spec.base.policy_version, spec.recompute_tolerance)
@@ -158,8 +158,8 @@ def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
         raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
 
 
-def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None) -> Path:
-    return local_directory(reference, cache) if kept is None else kept.checkpoint(reference, cache)
+def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None) -> ModelSource:
+    return StoredModel.of(reference, cache) if kept is None else kept.checkpoint(reference, cache)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ safetensors (`wire`), everything else as JSON. No file crosses: the server reads
 with credentials of its own; names and digests alone are exchanged.
 
     GET    /health                    open to all; says nothing but that the server runs
+    GET    /v1/alive                  as it, of a client that has nothing to ask and is there
     POST   /v1/session                OpenSession                    -> SessionOpened
     DELETE /v1/session
     POST   /v1/facts                                                 -> ModelFacts

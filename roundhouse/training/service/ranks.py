@@ -4,11 +4,13 @@ Invariant: every rank does each verb with the same request, in the order in whic
 by itself, which its peers would wait for, ends with its error; what the request alone brings about (a batch or a directory that
 is refused) is raised alike by all, and they stay.
 
-    driver ── HTTP ──> rank 0: the server of `server.py`, on loopback ── broadcasts each verb ──> rank 1 … n - 1
-                                                                         (gloo, whatever the model's own backend)
+    driver ── HTTP ──> rank 0: the server of `server.py` ── broadcasts each verb ──> rank 1 … n - 1
+                                                            (gloo, whatever the model's own backend)
 
-Rank 0 writes the line `serving on http://127.0.0.1:<port>` once it does, and each rank `rank 1 of 2: pid 123`. The driver's
-side is `roundhouse.launch.resident_ranks`.
+Rank 0 writes the line `serving on http://<address>:<port>` once it does, and each rank `rank 1 of 2: pid 123`. The driver's
+side is `roundhouse.launch.resident_ranks`. On the driver's machine the server listens on loopback; elsewhere at the address
+that the launcher gives (`ADDRESS_VARIABLE`), and it ends when the driver, who holds the token, was silent for `SILENT_SECONDS`.
+A model is read by the first rank of each machine, and written by those of the leading rank's.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Generator
 from datetime import timedelta
@@ -38,21 +41,20 @@ with gc_paused():
     from pydantic import BaseModel, ConfigDict
 
     from roundhouse.config.models import TrainConfig
-    from roundhouse.config.training import TOKEN_VARIABLE
     from roundhouse.die_with_parent import end_with_parent
-    from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
+    from roundhouse.errors import InfraError, RoundhouseError
     from roundhouse.health.policy import typed
     from roundhouse.http.ports import LOOPBACK
-    from roundhouse.store.location import Location
+    from roundhouse.store.directories import LoadedModels, ModelSource
     from roundhouse.training.checkpoint import Cursor, HeldWeights
     from roundhouse.training.parallel import Ranks, join, leave
-    from roundhouse.training.service.engine import TrainEngine
-    from roundhouse.training.service.job_entry import exit_code, read_spec, tell_error
-    from roundhouse.training.service.protocol import SavedCursor
+    from roundhouse.training.service.engine import REFUSALS, TrainEngine
+    from roundhouse.training.service.job_entry import ADDRESS_VARIABLE, exit_code, read_spec, tell_error
+    from roundhouse.training.service.protocol import LoadCheckpoint, SavedCursor
     from roundhouse.training.service.served import ServedTrainEngine
     from roundhouse.training.service.server import Service, build_app
     from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, Role, TokenBatch, ValueBatch
-    from roundhouse.training.service.wire import pack, unpack
+    from roundhouse.training.service.wire import loading, pack, unpack
     from roundhouse.weight_sync.base import Dtype
 
 logger = logging.getLogger(__name__)
@@ -61,11 +63,14 @@ MODULE = "roundhouse.training.service.ranks"
 IDLE = timedelta(days=365)
 """For the next verb: the engine generates meanwhile, and a rank whose leader ends sees the closed connection."""
 MAX_BODY_BYTES = 1 << 34
+SILENT_SECONDS = 300.0
+"""After which a driver is taken for gone: it says every `HEARTBEAT_SECONDS` that it is there."""
+HEARTBEAT_SECONDS = 20.0
 SERVING = "serving on "
 
 
 class RanksSpec(BaseModel):
-    """What the ranks depend on, apart from the bearer token in the environment (`TOKEN_VARIABLE`)."""
+    """What the ranks depend on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,16 +80,20 @@ class RanksSpec(BaseModel):
     """Its `device` and `threads` are used; the rest comes with the session."""
     timeout_seconds: float
     """For one collective: a rank that hangs is noticed after this."""
+    token_sha256: str
+    """`token_digest` of the driver's bearer token, which is written nowhere."""
 
 
 class Verbs:
     """The verbs that the leading rank has its peers do, one after the other."""
 
-    def __init__(self) -> None:
-        self._group = distributed.new_group(backend="gloo", timeout=IDLE)
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = distributed.new_group(backend="gloo", timeout=IDLE) if ranks.size > 1 else None
 
     def send(self, verb: str, body: bytes = b"", **arguments: Any) -> None:
         """From the leading rank to all."""
+        if self._group is None:
+            return
         head = json.dumps({"verb": verb, **arguments}).encode()
         payload = torch.from_numpy(np.frombuffer(head + body, np.uint8).copy())
         distributed.broadcast(torch.tensor([len(head), len(payload)]), 0, group=self._group)
@@ -136,10 +145,12 @@ class LeadingEngine(TrainEngine):
         self._verbs.send("save_checkpoint", body, directory=str(directory), weights=weights)
         super().save_checkpoint(directory, cursor, weights=weights)
 
-    def _load(self, directory: Path, trainer_state: Path | None, role: Role) -> Cursor:
-        state = trainer_state and str(trainer_state)
-        self._verbs.send("load_checkpoint", directory=str(directory), trainer_state=state, role=role)
-        return super()._load(directory, trainer_state, role)
+    def load_checkpoint(
+        self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
+    ) -> Cursor:
+        asked = loading(directory, trainer_state, role)
+        self._verbs.send("load_checkpoint", asked.model_dump_json().encode())
+        return super().load_checkpoint(directory, trainer_state=trainer_state, role=role)
 
     def held_weights(self, dtype: Dtype) -> HeldWeights:
         self._verbs.send("held_weights", dtype=dtype)
@@ -155,9 +166,9 @@ class LeadingEngine(TrainEngine):
         super().close()
 
 
-def follow(ranks: Ranks, verbs: Verbs) -> None:
+def follow(ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
     """Do what the leading rank does, until this process is ended."""
-    engine: TrainEngine | None = None
+    engine, models = None, LoadedModels(scratch / "cache")
     while True:
         head, body = verbs.receive()
         try:
@@ -166,12 +177,12 @@ def follow(ranks: Ranks, verbs: Verbs) -> None:
                 engine = TrainEngine(config, temperature=head["temperature"], ranks=ranks)
             else:
                 assert engine is not None, "a session begins before its verbs"
-                _do(engine, head, body)
-        except (DataError, ConfigError) as error:  # the request's own: the leading rank answers it
+                _do(engine, head, body, models)
+        except REFUSALS as error:  # the leading rank answers it
             logger.info("rank %d: %s: %s", ranks.rank, head["verb"], error)
 
 
-def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
+def _do(engine: TrainEngine, head: dict[str, Any], body: bytes, models: LoadedModels) -> None:
     verb = head["verb"]
     if verb == "forward":
         engine.forward(unpack(TokenBatch, body), Role(head["role"]))
@@ -185,10 +196,10 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
         cursor = SavedCursor.model_validate_json(body).root
         engine.save_checkpoint(Path(head["directory"]), cursor, weights=head["weights"])
     elif verb == "load_checkpoint":
-        state = head["trainer_state"]
-        engine.load_checkpoint(
-            Path(head["directory"]), trainer_state=None if state is None else Path(state), role=Role(head["role"])
-        )
+        asked = LoadCheckpoint.model_validate_json(body)
+        state = asked.trainer_state and models.here(asked.trainer_state)
+        engine.load_checkpoint(models.here(asked.model), trainer_state=state, role=asked.role)
+        models.loaded(asked.role, asked.model)
     elif verb == "held_weights":
         engine.held_weights(head["dtype"])
     elif verb == "weights_in":
@@ -198,27 +209,28 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes) -> None:
         engine.close()
 
 
-def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs) -> None:
-    """The leading rank: answer the driver until this process is ended."""
-    with (
-        # at the place, which the launcher's side removes: this process is ended by a signal
-        tempfile.TemporaryDirectory(prefix="scratch-", dir=Location(spec.place).local_path) as scratch,
-        socket.create_server((LOOPBACK, 0)) as bound,
-    ):
+def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
+    """The leading rank: answer the driver until this process is ended, or the driver is gone."""
+    address = os.environ.get(ADDRESS_VARIABLE, LOOPBACK)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as bound:
         engine = ServedTrainEngine(
             None,
             spec.train,
-            Path(scratch),
+            scratch,
             open_engine=lambda config, temperature: LeadingEngine(config, temperature, ranks, verbs),
         )
-        token = os.environ[TOKEN_VARIABLE]
-        service = Service(engine, token=token, idle_seconds=0.0, max_body_bytes=MAX_BODY_BYTES)
+        service = Service(engine, token_sha256=spec.token_sha256, idle_seconds=0.0, max_body_bytes=MAX_BODY_BYTES)
         server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning"))
         # not in the main thread, where uvicorn would take SIGTERM over and wait for a verb that may hang
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        _say(f"{SERVING}http://{LOOPBACK}:{bound.getsockname()[1]}")
-        thread.join()
+        host = f"[{address}]" if ":" in address else address
+        _say(f"{SERVING}http://{host}:{bound.getsockname()[1]}")
+        while thread.is_alive():
+            thread.join(SILENT_SECONDS / 10)
+            if time.monotonic() - service.heard_at > SILENT_SECONDS:
+                raise InfraError(f"Nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks.")
         raise InfraError("The server of the leading rank has ended.")
 
 
@@ -243,11 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
         timeout = timedelta(seconds=spec.timeout_seconds)
         ranks = join(device, timeout, **spec.train.parallelism)
         _say(f"rank {ranks.rank} of {ranks.size}: pid {os.getpid()}")
-        verbs = Verbs()
-        if ranks.leads:
-            serve(spec, ranks, verbs)
-        else:
-            follow(ranks, verbs)
+        verbs = Verbs(ranks)
+        with tempfile.TemporaryDirectory(prefix="roundhouse-rank-") as scratch:
+            if ranks.leads:
+                serve(spec, ranks, verbs, Path(scratch))
+            else:
+                follow(ranks, verbs, Path(scratch))
     except Exception as error:  # ends the process
         known = typed(error)
         if not isinstance(known, RoundhouseError):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -22,8 +21,8 @@ import numpy as np
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
-from roundhouse.store.directories import StoredModel, on_this_machine
-from roundhouse.store.location import Location
+from roundhouse.store.directories import LoadedModels, StoredModel
+from roundhouse.store.location import Location, NotFound
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.protocol import (
     ARRAYS,
@@ -68,10 +67,10 @@ class ServedTrainEngine:
         open_engine: None makes an engine in this process.
         """
         self._open_engine = open_engine or (lambda config, temperature: TrainEngine(config, temperature=temperature))
-        self.architecture = None if model is None else _architecture(model)
-        self._machine, self._cache = machine, scratch / "cache"
-        self._cached: dict[Role, str] = {}
-        """What was downloaded for each model, by its name in the cache."""
+        self.architecture = None
+        if model is not None:
+            self.architecture = _architecture(lambda name: (model / name).read_bytes(), str(model))
+        self._machine, self._models = machine, LoadedModels(scratch / "cache")
         self._engine: TrainService | None = None
 
     def answer(self, verb: str, body: bytes) -> CallReply:
@@ -129,22 +128,16 @@ class ServedTrainEngine:
 
     def _load_checkpoint(self, body: bytes) -> CallReply:
         asked = parse(LoadCheckpoint, body)
-        model = self._reached(asked.model)
-        with on_this_machine(model, asked.trainer_state and self._reached(asked.trainer_state)) as (directory, state):
-            served = None if asked.role is Role.CRITIC else self.architecture
-            if served is not None and (found := _architecture(directory)) != served:
-                key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
-                raise DataError(
-                    f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
-                    f"{served.get(key)!r}. Start a service with that model."
-                )
-            cursor = self._held().load_checkpoint(directory, trainer_state=state, role=asked.role)
-        if directory.is_relative_to(self._cache):
-            # Delete the downloads that no model was loaded from last; a critic lies in its policy's.
-            self._cached[asked.role] = directory.relative_to(self._cache).parts[0]
-            for path in self._cache.iterdir():
-                if path.name not in self._cached.values():
-                    shutil.rmtree(path)
+        model, state = self._reached(asked.model), asked.trainer_state and self._reached(asked.trainer_state)
+        served = None if asked.role is Role.CRITIC else self.architecture
+        if served is not None and (found := _architecture(model.read_file, str(model))) != served:
+            key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
+            raise DataError(
+                f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
+                f"{served.get(key)!r}. Start a service with that model."
+            )
+        cursor = self._held().load_checkpoint(model, trainer_state=state, role=asked.role)
+        self._models.loaded(asked.role, model)
         return _json(cursor.model_dump())
 
     def _store_checkpoint(self, body: bytes) -> CallReply:
@@ -169,7 +162,7 @@ class ServedTrainEngine:
 
     def _reached(self, model: StoredModel) -> StoredModel:
         _require_seen(model.uri)
-        return model.model_copy(update={"cache": self._cache})
+        return self._models.here(model)
 
     def _held(self) -> TrainService:
         if self._engine is None:
@@ -193,10 +186,10 @@ def _json(value: Any) -> CallReply:
     return CallReply(200, json.dumps(value).encode(), "application/json")
 
 
-def _architecture(model: Path) -> dict[str, Any]:
+def _architecture(read: Callable[[str], bytes], model: str) -> dict[str, Any]:
     try:
-        held = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        held = json.loads(read("config.json"))
+    except (OSError, ValueError, NotFound) as error:
         raise ConfigError(f"{model} has no readable config.json: it is not a Hugging Face model directory.") from error
     return {key: value for key, value in held.items() if key not in _NO_ARCHITECTURE}
 

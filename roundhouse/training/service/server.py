@@ -26,7 +26,7 @@ with gc_paused():
 
     from roundhouse.config.training import TOKEN_VARIABLE
     from roundhouse.errors import ConfigError, DataError, RoundhouseError
-    from roundhouse.http.asgi import SameOrigin, is_loopback, presents
+    from roundhouse.http.asgi import SameOrigin, is_loopback, presents_digested, token_digest
     from roundhouse.training.service import protocol
     from roundhouse.training.service.protocol import CallLog, CallReply, SessionLease
     from roundhouse.training.service.served import ServedTrainEngine
@@ -40,9 +40,12 @@ class Service:
     """The server's state: lease, calls, engine. Its methods are the routes."""
 
     def __init__(
-        self, engine: ServedTrainEngine, *, token: str | None, idle_seconds: float, max_body_bytes: int
+        self, engine: ServedTrainEngine, *, token_sha256: str | None, idle_seconds: float, max_body_bytes: int
     ) -> None:
-        self.engine, self.token, self.max_body_bytes = engine, token, max_body_bytes
+        """`token_sha256` is the `token_digest` of the bearer token; None asks for none."""
+        self.engine, self.token_sha256, self.max_body_bytes = engine, token_sha256, max_body_bytes
+        self.heard_at = time.monotonic()
+        """When the last call came that was authorized."""
         self.lease = SessionLease(idle_seconds)
         self.calls = CallLog()
         self.turn = asyncio.Lock()
@@ -53,7 +56,7 @@ class Service:
     def authorize(self, request: Request) -> None:
         """Refuse a call that is not from our client, or not from one that knows the token."""
         given = request.headers.get("authorization", "")
-        if self.token is not None and not presents(given, self.token):
+        if self.token_sha256 is not None and not presents_digested(given, self.token_sha256):
             raise protocol.Unauthorized(
                 "The train service needs its bearer token. Set the one that the server was started with."
             )
@@ -62,6 +65,7 @@ class Service:
                 f"The header {protocol.PROTOCOL_HEADER} is {spoken!r}, this server speaks {protocol.PROTOCOL!r}. Run the same "
                 "version of roundhouse on both sides."
             )
+        self.heard_at = time.monotonic()
 
     async def open(self, request: Request) -> Response:
         asked = protocol.parse(protocol.OpenSession, await self._read(request))
@@ -149,6 +153,7 @@ def build_app(service: Service) -> FastAPI:
         return _response(protocol.refusal(error))
 
     app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/v1/alive", _health, methods=["GET"])
     app.add_api_route("/v1/session", service.open, methods=["POST"])
     app.add_api_route("/v1/session", service.close, methods=["DELETE"])
     for verb in protocol.READING:
@@ -183,7 +188,8 @@ def serve(
         SystemExit: the process got SIGTERM, which uvicorn raises again once it has closed.
     """
     require_token_beyond_loopback(host, token)
-    service = Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
+    known = None if token is None else token_digest(token)
+    service = Service(engine, token_sha256=known, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
     signal.signal(signal.SIGTERM, _leave)
     try:
         uvicorn.run(SameOrigin(build_app(service), host), host=host, port=port, log_level="warning")

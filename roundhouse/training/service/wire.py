@@ -220,8 +220,7 @@ class ChannelService:
     def load_checkpoint(
         self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        state = None if trainer_state is None else _named(trainer_state)
-        asked = protocol.LoadCheckpoint(role=role, model=_named(directory), trainer_state=state)
+        asked = loading(directory, trainer_state, role)
         self._facts = None
         return Cursor.model_validate_json(self.channel.change("load_checkpoint", asked.model_dump_json().encode()))
 
@@ -257,6 +256,12 @@ class ChannelService:
 
     def close(self) -> None:
         self.channel.close()
+
+
+def loading(directory: ModelSource, trainer_state: ModelSource | None, role: Role) -> protocol.LoadCheckpoint:
+    """The request of `load_checkpoint`."""
+    state = None if trainer_state is None else _named(trainer_state)
+    return protocol.LoadCheckpoint(role=role, model=_named(directory), trainer_state=state)
 
 
 def _named(source: ModelSource) -> StoredModel:

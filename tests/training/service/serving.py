@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from roundhouse.config.models import TrainConfig
+from roundhouse.http.asgi import token_digest
 from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.server import Service, build_app
 
@@ -48,7 +49,8 @@ def make_service(
 ) -> Service:
     machine = TrainConfig(device="cpu", threads=1)
     engine = ServedTrainEngine(model, machine, scratch)
-    return Service(engine, token=token, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
+    known = None if token is None else token_digest(token)
+    return Service(engine, token_sha256=known, idle_seconds=idle_seconds, max_body_bytes=max_body_bytes)
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""Ranks on machines that share nothing but a bucket train what as many ranks of one machine train, byte for byte."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundhouse.stages import train as stage
+from roundhouse.stages.checkpoint import publish
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.train import train_iteration
+from roundhouse.store.run import Run
+from tests.stages.test_train import checkpoint_digests, make_run, sequences
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+TWO_MACHINES = "tests.launch.machines:TwoMachines"
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    attempt = [sys.executable, "-c", "from tests.launch.machines import have_own_files; have_own_files()"]
+    if subprocess.run(attempt, capture_output=True).returncode:
+        pytest.skip("a mount namespace of one's own needs CAP_SYS_ADMIN")
+
+
+def three_versions(run: Run, cache: Path) -> list[dict[str, str]]:
+    """What two iterations write, and a third by a trainer that begins from the store."""
+    base, found = starting_policy(run), []
+    for iteration in (1, 2, 3):
+        if iteration == 3:
+            stage.release_trainer()
+        base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, cache))
+        found.append(checkpoint_digests(base))
+    stage.release_trainer()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("resident", 2), ("process", 1)])
+def test_what_machines_without_a_common_disk_write_is_what_one_machine_writes(
+    namespaces: None,
+    bucket: str,
+    tmp_path: Path,
+    kind: str,
+    processes: int,
+) -> None:
+    def written(name: str, **service: Any) -> list[dict[str, str]]:
+        return three_versions(make_run(f"{bucket}/{name}", tmp_path / name, kind=kind, **service), tmp_path / name)
+
+    apart = written("apart", processes=processes, launcher=TWO_MACHINES)
+    assert apart == written("together", processes=2 * processes)
