@@ -82,7 +82,7 @@ def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: s
     train = parent.config.train.model_copy(update=here | {"threads": fork.config.train.threads})
     machine = {"train": train, "infra": fork.config.infra, "placement": fork.config.placement}
     parent = replace(parent, config=parent.config.model_copy(update=machine))
-    return write_with_optimizer(parent, origin, location, attempt, checkpoint_cache(fork.config))
+    return write_with_optimizer(parent, origin, location, attempt, checkpoint_cache(fork.config), for_run=fork)
 
 
 def write_untrained(run: Run, directory: Path) -> None:

@@ -454,20 +454,25 @@ def _is_written_beside(run: Run, trainer: Trainer, version: int, base: Reference
     return size >= least * 2**20 and trainer.learner.service.facts().reproducible
 
 
-def write_with_optimizer(run: Run, version: Reference, place: Location, attempt: str, cache: Path) -> ModelFiles:
+def write_with_optimizer(
+    run: Run, version: Reference, place: Location, attempt: str, cache: Path, *, for_run: Run
+) -> ModelFiles:
     """Write a version that was published without the trainer's state to another checkpoint, with it.
+
+    Args:
+        for_run: whose the trainer's ranks are, where they are started elsewhere: another than `run`, which may be under way.
 
     Raises:
         DataError: training the iterations since the newest state again does not give the recorded weights.
     """
-    trainer, _ = _trainer_at(run, version, cache)
+    trainer, _ = _trainer_at(run, version, cache, for_run)
     try:
         return trainer.store(place, attempt)
     finally:
         trainer.close()
 
 
-def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
+def _trainer_at(run: Run, base: Reference, cache: Path, for_run: Run | None = None) -> tuple[Trainer, int]:
     """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it; and how
     many iterations it trained again for that."""
     from roundhouse.training.service.verbs import Role
@@ -491,7 +496,7 @@ def _trainer_at(run: Run, base: Reference, cache: Path) -> tuple[Trainer, int]:
     origin, since = trained_since_state(base)
     config = run.config
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
-    at = (run, base.policy_version + 1)
+    at = (for_run or run, base.policy_version + 1)
     service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near, at=at)
     try:
         state = state_of(origin)

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -25,10 +26,13 @@ from typer.testing import CliRunner
 from roundhouse.cli import app
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.http.asgi import token_digest
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.stages.train import open_service
 from roundhouse.store.location import Location
 from roundhouse.training.checkpoint import Cursor
+from roundhouse.training.parallel import Ranks
+from roundhouse.training.service import protocol, ranks
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import LossBatch, Role, TrainService
@@ -375,3 +379,36 @@ def test_a_server_that_is_told_to_end_leaves_nothing_on_its_disk(
 def test_ranks_listen_on_loopback_only(together: ResidentRanks) -> None:
     connections = [each for pid in pids(together) for each in psutil.Process(pid).net_connections("tcp")]
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_ranks_end_when_nothing_is_heard_of_who_knows_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "SILENT_SECONDS", silent := 1.5)
+    spec = ranks.RanksSpec(train=ALONE, timeout_seconds=60, token_sha256=token_digest("known"))
+    ended: list[InfraError] = []
+
+    def serve() -> None:
+        with pytest.raises(InfraError, match=r"Nothing was heard for 1\.5 s of the flow") as raised:
+            ranks.serve(spec, Ranks(), ranks.Verbs(Ranks()), tmp_path)
+        ended.append(raised.value)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    said = ""
+    while not said.startswith(ranks.SERVING):
+        said += capsys.readouterr().out
+        time.sleep(0.02)
+    heartbeat = {"authorization": "Bearer known", protocol.PROTOCOL_HEADER: protocol.PROTOCOL}
+    with httpx.Client(base_url=said.removeprefix(ranks.SERVING).strip(), headers=heartbeat) as client:
+        until = time.monotonic() + 2 * silent
+        while time.monotonic() < until:
+            assert client.get("/v1/alive").status_code == 200
+            time.sleep(0.1)
+        assert not ended
+        while thread.is_alive():
+            with suppress(httpx.TransportError):
+                client.get("/v1/alive", headers={"authorization": "Bearer guessed"})
+                client.get("/health")
+            thread.join(0.1)
+    assert ended

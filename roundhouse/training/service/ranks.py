@@ -230,6 +230,7 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
         while thread.is_alive():
             thread.join(SILENT_SECONDS / 10)
             if time.monotonic() - service.heard_at > SILENT_SECONDS:
+                server.should_exit = True
                 raise InfraError(f"Nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks.")
         raise InfraError("The server of the leading rank has ended.")
 
@@ -244,9 +245,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see RanksSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    end_with_parent(
-        signal.SIGKILL
-    )  # a rank that waits in a collective hears no SIGTERM, and its launcher may have no time
+    if (
+        "RANK" in os.environ
+    ):  # torchrun's, which may have no time to end it: one that waits in a collective hears no SIGTERM
+        end_with_parent(signal.SIGKILL)
     place: str | None = None
     try:
         spec = read_spec(RanksSpec, options.spec, "group of ranks")
