@@ -23,7 +23,7 @@ from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.stages.report import reaches_target
-from roundhouse.stages.train import state_complete_at_end
+from roundhouse.stages.train import trainer_released_at_end
 from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
@@ -86,7 +86,7 @@ def _driven(run: Run) -> Iterator[None]:
         tracked(run),
         heartbeat(run),
         awake_at_end(run),
-        state_complete_at_end(),
+        trainer_released_at_end(),
     ):
         yield
 

@@ -51,7 +51,7 @@ from roundhouse.config.generation import (
     refits_in_flight,
 )
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.operations import LocalInfra, evaluation_sampling, with_set
+from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_machines, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
 from roundhouse.config.training import (
@@ -97,7 +97,8 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     if not recorded:
         _ray_launcher(config)
         _trainer_launcher(config)
-        _replicas_of_the_trainer(config)
+        _placed_by_launcher(config)
+        _ranks_in_groups(config)
         _optimizer_every(config)
         _judge_prices(config)
     _distribution(config)
@@ -563,11 +564,6 @@ def _nodes(config: RunConfig) -> None:
     generation, nearness = config.generation, config.placement.colocation
     if not isinstance(config.train.service, RayService):
         assert isinstance(config.train.service, ResidentService | ProcessService)
-        if (launcher := trainer_launcher(config)) not in (None, "subprocess"):
-            raise ValueError(
-                f"placement.colocation is {nearness}, but train.service.launcher is {launcher}, which trains where it finds "
-                "room. Set train.service.launcher to subprocess, or kind to ray, or placement.colocation to none."
-            )
         if nearness == "spread":
             raise ValueError(
                 f"placement.colocation is spread, but train.service.kind is {config.train.service.kind}, on the flow's "
@@ -594,37 +590,57 @@ def _nodes(config: RunConfig) -> None:
 
 
 def _trainer_launcher(config: RunConfig) -> None:
-    """Refuse a launcher that `infra` has no section for, and GPUs that its processes would leave idle or not have."""
+    """Refuse a launcher that `infra` has no section for, GPUs that its processes would leave idle or not have, and machines
+    that nothing is started on."""
     infra, service, launcher = config.infra, config.train.service, trainer_launcher(config)
-    if not isinstance(service, ProcessService | ResidentService):
-        return
     if launcher == "kubernetes" and not isinstance(infra, KubernetesInfra):
         raise ValueError(
             f"train.service.launcher is kubernetes, but infra.kind is {infra.kind}. Set infra.kind to kubernetes, or "
             "train.service.launcher to subprocess."
         )
-    if launcher == "kubernetes" and isinstance(infra, KubernetesInfra):
-        gpus, processes = infra.trainer.gpus, service.processes
-        if gpus > processes:
+    if isinstance(infra, KubernetesInfra):
+        key, machines, by = "infra.trainer.pods", infra.trainer.pods, "kubernetes"
+    else:
+        key, machines, by = "infra.ray.trainer.nodes", infra.ray.trainer.nodes, "ray"
+    if launcher != by:
+        if machines > 1 and isinstance(service, ProcessService | ResidentService):
             raise ValueError(
-                f"infra.trainer.gpus is {gpus}, but train.service.processes is {processes}, and each process trains on one "
-                f"GPU: the others of a pod would be idle. Set train.service.processes to {gpus}, or lower the first."
+                f"{key} is {machines}, but train.service.launcher is {launcher or 'subprocess'}: the trainer is not there. Set "
+                f"train.service.launcher to {by}, or leave the key out."
             )
-    if launcher == "ray" and isinstance(infra, LocalInfra):
-        ray_gpus, processes = infra.ray.trainer.gpus, service.processes
-        if 0 < ray_gpus < processes:
-            raise ValueError(
-                f"infra.ray.trainer.gpus is {ray_gpus:g}, but train.service.processes is {processes}, and each process trains "
-                f"on one GPU. Set the first to {processes}, or to 0 to train on CPUs."
-            )
-
-
-def _replicas_of_the_trainer(config: RunConfig) -> None:
-    service, machines = config.train.service, trainer_machines(config)
-    if not isinstance(service, RankedService) or service.data_parallel_replicate == 1:
         return
+    assert isinstance(service, ProcessService | ResidentService), "the kinds that have a launcher"
+    gpus = infra.trainer.gpus if isinstance(infra, KubernetesInfra) else infra.ray.trainer.gpus
+    section, processes = key.rpartition(".")[0], service.processes
+    if gpus > processes:
+        raise ValueError(
+            f"{section}.gpus is {gpus:g}, but train.service.processes is {processes}, and each process trains on one GPU: the "
+            f"others of its machine would be idle. Set train.service.processes to {gpus:g}, or lower the first."
+        )
+    if by == "ray" and 0 < gpus < processes:
+        raise ValueError(
+            f"infra.ray.trainer.gpus is {gpus:g}, but train.service.processes is {processes}, and each process trains on one "
+            f"GPU. Set the first to {processes}, or to 0 to train on CPUs."
+        )
+
+
+def _placed_by_launcher(config: RunConfig) -> None:
+    """Refuse a placement of a trainer that is started where another launcher finds room."""
+    launcher = trainer_launcher(config)
+    if launcher in ("ray", "kubernetes") and (config.placement.colocation != "none" or engine_sleeps(config)):
+        raise ValueError(
+            f"{_set(config)}, but train.service.launcher is {launcher}, which trains where it finds room. Set "
+            "train.service.launcher to subprocess, or kind to ray, or leave the section placement out."
+        )
+
+
+def _ranks_in_groups(config: RunConfig) -> None:
+    service, machines = config.train.service, trainer_machines(config)
+    if not isinstance(service, RankedService):
+        return
+    service.refuse_uneven(machines)
     ranks, product = machines * service.processes, math.prod(config.train.parallelism.values())
-    if ranks % product:
+    if service.data_parallel_replicate > 1 and ranks % product:
         key = "infra.ray.trainer.nodes" if trainer_launcher(config) == "ray" else "infra.trainer.pods"
         each = f"{key} {machines} x " if machines > 1 else ""
         raise ValueError(

@@ -87,11 +87,11 @@ class RankedService(Section):
     """Above 1, as many ranks hold the model together, each on a GPU of its own where there are some."""
     context_parallel: PositiveInt = 1
     """Ranks that share each microbatch, a part of its tokens each and in attention a part of the heads (Ulysses), for sequences
-    that are too long for one GPU. It divides `processes`, which shard the parameters as ever."""
+    that are too long for one GPU. It divides the ranks, which shard the parameters as ever."""
 
     tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share each matrix of a layer, by its columns or rows, for layers that are too wide for one GPU to
-    gather; over the fast links of one machine. `processes` is a multiple of it, at least twice as many."""
+    gather; over the fast links of one machine. The ranks are a multiple of it, at least twice as many."""
 
     data_parallel_replicate: PositiveInt = 1
     """Groups of neighbouring ranks that hold the whole model each, sharded over the group (HSDP): layers are gathered inside of
@@ -99,42 +99,49 @@ class RankedService(Section):
 
     expert_parallel: PositiveInt = 1
     """Neighbouring ranks that have different experts of each layer and exchange tokens, for models of many experts: no rank
-    gathers all of a layer, or keeps the gradient of all. It divides `processes` and the number of experts."""
+    gathers all of a layer, or keeps the gradient of all. It divides the ranks and the number of experts."""
 
     @model_validator(mode="after")
     def _ranks_in_groups(self, info: ValidationInfo) -> Self:
-        context, tensor, experts = self.context_parallel, self.tensor_parallel, self.expert_parallel
         if is_recorded(info):
             return self
-        if self.processes % (context * tensor):
+        for key in ("tensor_parallel", "data_parallel_replicate"):
+            if self.expert_parallel > 1 and getattr(self, key) > 1:
+                raise ValueError(
+                    f"train.service.expert_parallel is {self.expert_parallel}, but {key} is {getattr(self, key)}: of the other "
+                    "layouts it combines with context_parallel only. Set one of them to 1."
+                )
+        if self.tensor_parallel > 1 and self.data_parallel_replicate > 1:
+            raise ValueError(
+                f"train.service.data_parallel_replicate is {self.data_parallel_replicate}, but tensor_parallel is "
+                f"{self.tensor_parallel}: matrices are split inside of one replica only. Set one of them to 1."
+            )
+        if getattr(self, "launcher", "subprocess") == "subprocess":  # else the section infra says on how many machines
+            self.refuse_uneven(machines=1)
+        return self
+
+    def refuse_uneven(self, machines: int) -> None:
+        """Raises ValueError: the groups that are asked for do not divide the ranks of so many machines."""
+        context, tensor, experts = self.context_parallel, self.tensor_parallel, self.expert_parallel
+        ranks = machines * self.processes
+        has = f"{self.processes}{f' on each of {machines} machines' if machines > 1 else ''}"
+        if ranks % (context * tensor):
             product = f" x train.service.tensor_parallel {tensor}" if tensor > 1 else ""
             raise ValueError(
-                f"train.service.context_parallel is {context}{product}, but train.service.processes is {self.processes}, "
-                f"which it does not divide. Set processes to {context * tensor} or a multiple of it."
+                f"train.service.context_parallel is {context}{product}, but train.service.processes is {has}, which it does "
+                f"not divide. Set processes to {context * tensor} or a multiple of it."
             )
-        if self.processes % experts:
+        if ranks % experts:
             raise ValueError(
-                f"train.service.expert_parallel is {experts}, but train.service.processes is {self.processes}, which it does "
-                f"not divide. Set processes to {experts} or a multiple of it."
+                f"train.service.expert_parallel is {experts}, but train.service.processes is {has}, which it does not divide. "
+                f"Set processes to {experts} or a multiple of it."
             )
-        for key in ("tensor_parallel", "data_parallel_replicate"):
-            if experts > 1 and getattr(self, key) > 1:
-                raise ValueError(
-                    f"train.service.expert_parallel is {experts}, but {key} is {getattr(self, key)}: of the other layouts it "
-                    "combines with context_parallel only. Set one of them to 1."
-                )
-        if tensor > 1 and self.data_parallel_replicate > 1:
+        if tensor > 1 and ranks == tensor:
             raise ValueError(
-                f"train.service.data_parallel_replicate is {self.data_parallel_replicate}, but tensor_parallel is {tensor}: "
-                "matrices are split inside of one replica only. Set one of them to 1."
+                f"train.service.tensor_parallel is {tensor}, as many as train.service.processes"
+                f"{f' on {machines} machines' if machines > 1 else ''}: matrices are split over ranks that FSDP2 shards in "
+                f"addition. Set tensor_parallel to 1, which shards over all of them, or processes to {2 * tensor} or more."
             )
-        if tensor > 1 and self.processes == tensor:
-            raise ValueError(
-                f"train.service.tensor_parallel is {tensor}, as many as train.service.processes: matrices are split over ranks "
-                "that FSDP2 shards in addition. Set tensor_parallel to 1, which shards over all of them, or processes to "
-                f"{2 * tensor} or more."
-            )
-        return self
 
 
 class ResidentService(RankedService):

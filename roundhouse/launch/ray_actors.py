@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -52,7 +52,7 @@ class ProgramHost:
     def meet(self) -> tuple[str, int]:
         """This node's address, and a port there that is free now."""
         address = ray.util.get_node_ip_address()
-        with socket.create_server((address, 0)) as probe:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             return address, probe.getsockname()[1]
 
     def run(
@@ -146,9 +146,11 @@ def _reserved(wanted: RayResources, nodes: int) -> Iterator[list[Any]]:
         yield hosts
     finally:
         for host in hosts:
-            ray.kill(host)
+            with suppress(RayError, RuntimeError):  # the cluster is gone, or this process is no driver of it any more
+                ray.kill(host)
         if together is not None:
-            remove_placement_group(together)
+            with suppress(RayError, RuntimeError):
+                remove_placement_group(together)
 
 
 def _wait(
@@ -188,7 +190,11 @@ def _wait(
         if is_over:
             if is_asked:
                 raise Stopped
-            ended, _ = ray.wait(running, num_returns=len(running), timeout=ENDING_SECONDS)  # peers that were left
+            ended, _ = ray.wait(running, num_returns=len(running), timeout=ENDING_SECONDS)
+            if len(ended) < len(running):  # peers that were left; an actor that is killed leaves its files
+                for host in hosts:
+                    host.stop.remote()
+                ended, _ = ray.wait(running, num_returns=len(running), timeout=ENDING_SECONDS + ANSWER_SECONDS)
             return [kind_of(code)(text) for code, text in ray.get(ended) if code]
         if stopped.is_set() and not is_asked:
             is_asked, deadline = True, time.monotonic() + ENDING_SECONDS + ANSWER_SECONDS

@@ -24,13 +24,14 @@ from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RankedService, ResidentService, TrainServiceConfig
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.health.policy import typed
 from roundhouse.http.asgi import token_digest
 from roundhouse.launch.base import Program, Stopped, open_launcher
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.training.service import protocol
-from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel
+from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel, Unanswered
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.ranks import HEARTBEAT_SECONDS, MODULE, SERVING, RanksSpec
 from roundhouse.training.service.verbs import TrainService
@@ -121,7 +122,7 @@ class RanksChannel(HttpChannel):
     def _say_alive(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
             try:
-                self.http.get("/v1/alive")
+                self.http.get("/v1/alive", timeout=HEARTBEAT_SECONDS)
             except (
                 httpx.TransportError,
                 RuntimeError,
@@ -180,14 +181,16 @@ class RunningRanks:
         self._thread = threading.Thread(target=Context().run, args=(self._run, program), name="ranks", daemon=True)
         self._thread.start()
         limit = START_SECONDS + self._launcher.waiting_seconds
-        with ACTIVITY.track("train", "ranks", service.launcher, patience=limit):
-            started = self._known.wait(limit)
-        if not started or not self.url:
-            error = self._error or InfraError(
-                f"The resident ranks did not start within {limit:.0f} s. The last they said: {self._said}."
-            )
+        try:
+            with ACTIVITY.track("train", "ranks", service.launcher, patience=limit):
+                started = self._known.wait(limit)
+            if not started or not self.url:
+                raise self._error or InfraError(
+                    f"The resident ranks did not start within {limit:.0f} s. The last they said: {self._said}."
+                )
+        except BaseException:
             self.close()
-            raise error
+            raise
 
     def lost(self, what: str, error: InfraError) -> InfraError:
         """Why a call was not answered, in words that name the rank; all ranks are ended."""
@@ -197,11 +200,14 @@ class RunningRanks:
         ended = self._error
         self.close()
         limit = self.service.timeout_seconds
-        told = states or f"is {self.url} within reach of the flow?"
-        cause = ended or f"no answer within train.service.timeout_seconds ({limit:g} s): {told}"
+        cause: object = ended or error
+        if ended is None and isinstance(error, Unanswered):
+            told = states or f"is {self.url} within reach of the flow?"
+            cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {told}"
+        said = "" if cause is error else f" The leading rank said: {error}"
         return InfraError(
             f"The resident ranks were lost in {what}: {cause}. Their weights are lost; the next attempt starts them anew from "
-            f"the last checkpoint. The leading rank said: {error}"
+            f"the last checkpoint.{said}"
         )
 
     def close(self) -> None:
@@ -217,8 +223,9 @@ class RunningRanks:
             self._error = InfraError("The resident ranks have ended.")
         except Stopped:
             pass
-        except RoundhouseError as error:
-            self._error = error
+        except Exception as error:  # noqa: BLE001 - told by who waits for the ranks
+            known = typed(error)
+            self._error = known if isinstance(known, RoundhouseError) else InfraError(f"The ranks' launcher: {error!r}")
         finally:
             self._known.set()
 

@@ -7,9 +7,11 @@ Its CPU seconds are the system's (`roundhouse.cpu.ProgramCpu`), however it ends.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,7 +56,10 @@ class SubprocessLauncher(Launcher):
     ending_seconds = ENDING_SECONDS + 2.0
 
     def __init__(self, run: Run | None) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-launch-", ignore_cleanup_errors=True)
+        sweep_scratch()
+        self._scratch = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self._lock = os.open(self._scratch.name, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         program.prepare()
@@ -89,6 +95,27 @@ class SubprocessLauncher(Launcher):
 
     def close(self) -> None:
         self._scratch.cleanup()
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def sweep_scratch() -> None:
+    """Delete what launchers of processes that were killed have left: checkpoints that ranks had downloaded. Each holds a lock
+    on its directory, which ends with its process."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another's, or gone
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if time.time() - path.stat().st_mtime > _NEW_SECONDS:  # it may not be locked yet
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+_PREFIX = "roundhouse-launch-"
+_NEW_SECONDS = 60.0
 
 
 def _error_of_ranks(process: ChildProcess, program: Program, code: int) -> RoundhouseError:

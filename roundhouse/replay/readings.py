@@ -15,6 +15,8 @@ from statistics import fmean
 
 import numpy as np
 
+from roundhouse.config.placement import trainer_launcher
+from roundhouse.config.training import ResidentService
 from roundhouse.errors import StoreError
 from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.stages.freshness import kish
@@ -139,6 +141,14 @@ class _Measured:
         return np.bincount(self.owner[on], log_probs[on].astype(np.float64), len(self.rollouts))
 
 
+def _computing_here(run: Run) -> Run:
+    """The run with its trainer in this process: ranks that are started elsewhere take the place of those of a run under way."""
+    if trainer_launcher(run.config) in (None, "subprocess"):
+        return run
+    train = run.config.train.model_copy(update={"service": ResidentService()})
+    return replace(run, config=run.config.model_copy(update={"train": train}))
+
+
 def _measured(rollouts: Iterable[Rollout]) -> _Measured:
     kept = [each for each in rollouts if each.reward is not None and each.turns and each.branched_from is None]
     # Sequences of every turn, trained or not
@@ -193,7 +203,8 @@ class OtherWeights:
 
     def _under(self, checkpoint: Reference, measured: _Measured) -> np.ndarray:
         release_trainer()
-        return log_probs_under(self.run, checkpoint, measured.batch, checkpoint_cache(self.run.config))
+        run = _computing_here(self.run)
+        return log_probs_under(run, checkpoint, measured.batch, checkpoint_cache(run.config))
 
     def mismatch(self, rollouts: list[Rollout], version: int) -> float:
         """Mean distance of recorded log-probabilities from those of a version's weights, nats a token; 0 where unknown."""

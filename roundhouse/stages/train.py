@@ -223,6 +223,18 @@ def state_complete_at_end() -> Iterator[None]:
 
 
 @contextmanager
+def trainer_released_at_end() -> Iterator[None]:
+    """Behind the block, however it ends, no state is being written any more, and no trainer holds a machine."""
+    try:
+        yield
+    finally:
+        try:
+            release_trainer()
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("The trainer did not end: %s", error)
+
+
+@contextmanager
 def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
     """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
     where they share nothing. Behind it, the trainer holds no memory, unless it is the engine too."""

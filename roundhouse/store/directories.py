@@ -368,8 +368,10 @@ class LoadedModels:
 
     def loaded(self, role: str, model: StoredModel) -> None:
         """Delete the downloads that no role was loaded from last; a critic lies in its policy's."""
-        self._last[role] = model.cached_as
-        if self.cache.is_dir():
+        if not self.cache.is_dir():
+            return
+        with suppress(StoreError, OSError):  # it costs room, and the model is loaded
+            self._last[role] = model.cached_as
             for path in self.cache.iterdir():
                 if path.name not in self._last.values():
                     shutil.rmtree(path)

@@ -13,6 +13,7 @@ from roundhouse.errors import ConfigError
 from roundhouse.store.run import open_run
 
 RAY = {"kind": "ray", "gpus": 0.4}
+ON_RAY = {"kind": "process", "launcher": "ray"}
 ON_GPU = {"gpus_per_replica": 0.5}
 KUBERNETES = {"store": "s3://b/s", "infra": {"kind": "kubernetes", "engine": {"ray_service": "e"}}}
 STALE = {"mode": "batch-async", "staleness": 1}
@@ -40,7 +41,8 @@ def configured(nearness: str | None = None, sleeps: bool | None = None, **keys: 
         ("node", None, {**KUBERNETES, "train": {"service": {"kind": "process"}}}, "kind kubernetes.*node selectors"),
         ("node", None, {"train": {"service": {"kind": "remote", "url": "http://t:1"}}}, "remote.*resident, process or ray"),
         ("spread", None, {}, "spread, but train.service.kind is resident.*Set train.service.kind to ray"),
-        ("node", None, {"train": {"service": {"kind": "resident", "launcher": "ray"}}}, "node, but.*launcher is ray"),
+        ("node", None, {"train": {"service": ON_RAY}}, "node, but.*launcher is ray"),
+        (None, True, {"generation": ON_GPU, "train": {"service": ON_RAY}}, "engine_sleeps is true, but.*launcher is ray"),
         ("node", None, {"generation": {"engine_url": "http://far:1"}}, "http://far:1.*another machine"),
         ("node", None, {"generation": {"engine_url": "http://e:1"}, "train": {"service": RAY}}, "Ray does not place that"),
         ("spread", None, {"generation": {"replicas": 2}, "train": {"service": RAY}}, "replicas is 2.*Set generation.rep"),
@@ -89,3 +91,8 @@ def test_a_run_goes_on_under_another_placement(tmp_path: Any) -> None:
     assert changes_of_identity(first, then) == {}
     uid = open_run(first).uid
     assert open_run(then).uid == uid
+
+
+def test_a_run_that_was_recorded_with_a_launcher_beside_a_placement_is_read() -> None:
+    tree = {"run_id": "r", "train": {"service": ON_RAY}, "placement": {"colocation": "node"}}
+    assert parse_config(tree, recorded=True).placement.colocation == "node"

@@ -415,6 +415,36 @@ def test_a_replica_of_the_trainer_may_be_a_pod(service: dict[str, Any]) -> None:
         parse_config(tree | {"infra": pods | {"trainer": {"gpus": 8, "pods": 2}}})
 
 
+def test_matrices_may_be_split_inside_of_machines_that_shard_over_each_other() -> None:
+    service = {"kind": "resident", "launcher": "ray", "processes": 8, "tensor_parallel": 8}
+    tree = {"run_id": "a", "store": "s3://b/p", "train": {"service": service}}
+    assert parse_config(tree | {"infra": {"ray": {"trainer": {"nodes": 2}}}}).train.parallelism["tensor_parallel"] == 8
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 8, as many as train\.service\.processes: .* 16 or more"):
+        parse_config(tree)
+    uneven = {"train": {"service": service | {"tensor_parallel": 1, "context_parallel": 3}}}
+    with pytest.raises(
+        ConfigError, match=r"context_parallel is 3, but .* is 8 on each of 2 machines, which it does not"
+    ):
+        parse_config(tree | uneven | {"infra": {"ray": {"trainer": {"nodes": 2}}}})
+
+
+@pytest.mark.parametrize(
+    ("infra", "said"),
+    [
+        ({"ray": {"trainer": {"nodes": 2}}}, r"infra\.ray\.trainer\.nodes is 2, but .*launcher is subprocess.* to ray"),
+        (
+            {"kind": "kubernetes", "trainer": {"pods": 2}},
+            r"infra\.trainer\.pods is 2, but .*is subprocess.*to kubernetes",
+        ),
+    ],
+)
+def test_machines_that_nothing_is_started_on_are_refused(infra: dict[str, Any], said: str) -> None:
+    tree = {"run_id": "a", "store": "s3://b/p", "infra": infra}
+    with pytest.raises(ConfigError, match=said):
+        parse_config(tree)
+    parse_config(tree, recorded=True)
+
+
 def test_a_replica_of_the_trainer_may_be_a_ray_node() -> None:
     service = {"kind": "resident", "launcher": "ray", "processes": 8, "data_parallel_replicate": 3}
     tree = {

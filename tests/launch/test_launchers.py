@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_a_program_that_is_not_wanted_any_more_is_ended_with_all_that_it_started
     assert of_programs() == []
 
 
+def test_what_the_launchers_of_killed_processes_left_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with open_launcher("subprocess", "a.key", None):
+        (held,) = tmp_path.iterdir()
+        for name in ("roundhouse-launch-left", "roundhouse-launch-new", "other"):
+            (tmp_path / name / "cache").mkdir(parents=True)
+        for path in (held, tmp_path / "roundhouse-launch-left", tmp_path / "other"):
+            os.utime(path, (1, 1))
+        with open_launcher("subprocess", "a.key", None):
+            pass
+        assert {path.name for path in tmp_path.iterdir()} == {held.name, "roundhouse-launch-new", "other"}
+
+
 class OwnLauncher(SubprocessLauncher):
     """A user's: it prepares the program and has it done right here."""
 
@@ -162,7 +178,9 @@ def test_a_ray_cluster_that_cannot_do_it_is_refused_at_load(tree: dict[str, Any]
 
 def on_ray(tmp_path: Path, **sections: Any) -> Run:
     """A run whose launcher is Ray's."""
-    tree = {"run_id": "r", "store": str(tmp_path / "store"), "infra": {"ray": sections}}
+    processes = max(1, int(sections.get("trainer", {}).get("gpus", 1)))
+    train = {"service": {"kind": "process", "launcher": "ray", "processes": processes}}
+    tree = {"run_id": "r", "store": str(tmp_path / "store"), "infra": {"ray": sections}, "train": train}
     return open_run(parse_config(tree))
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -367,3 +368,12 @@ def test_a_step_that_was_killed_is_an_infrastructure_error(tmp_path: Path) -> No
 def test_exit_codes_tell_whether_repeating_can_help(error: RoundhouseError, code: int) -> None:
     assert exit_code(error) == code
     assert type(error_of(code, "The step", "")) is type(error)
+
+
+def test_no_trainer_is_kept_behind_a_flow_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = mock.Mock()
+    monkeypatch.setitem(stage._resident, ("a run",), trainer)
+    with pytest.raises(InfraError, match="the stage failed"), stage.trainer_released_at_end():
+        raise InfraError("the stage failed")
+    trainer.close.assert_called_once()
+    assert not stage._resident

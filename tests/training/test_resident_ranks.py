@@ -27,7 +27,9 @@ from roundhouse.cli import app
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.http.asgi import token_digest
+from roundhouse.launch.base import Program, Say
 from roundhouse.launch.resident_ranks import ResidentRanks
+from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.stages.train import open_service
 from roundhouse.store.location import Location
 from roundhouse.training.checkpoint import Cursor
@@ -35,6 +37,7 @@ from roundhouse.training.parallel import Ranks
 from roundhouse.training.service import protocol, ranks
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.engine import TrainEngine
+from roundhouse.training.service.job_entry import ADDRESS_VARIABLE
 from roundhouse.training.service.verbs import LossBatch, Role, TrainService
 from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, iterate, tensor_digests, weight_files
 from tests.stages.test_distributed import is_alive
@@ -381,19 +384,13 @@ def test_ranks_listen_on_loopback_only(together: ResidentRanks) -> None:
     assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
-def test_ranks_end_when_nothing_is_heard_of_who_knows_the_token(
+def test_ranks_elsewhere_end_when_nothing_is_heard_of_who_knows_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1")
     monkeypatch.setattr(ranks, "SILENT_SECONDS", silent := 1.5)
     spec = ranks.RanksSpec(train=ALONE, timeout_seconds=60, token_sha256=token_digest("known"))
-    ended: list[InfraError] = []
-
-    def serve() -> None:
-        with pytest.raises(InfraError, match=r"Nothing was heard for 1\.5 s of the flow") as raised:
-            ranks.serve(spec, Ranks(), ranks.Verbs(Ranks()), tmp_path)
-        ended.append(raised.value)
-
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=ranks.serve, args=(spec, Ranks(), ranks.Verbs(Ranks()), tmp_path))
     thread.start()
     said = ""
     while not said.startswith(ranks.SERVING):
@@ -405,10 +402,21 @@ def test_ranks_end_when_nothing_is_heard_of_who_knows_the_token(
         while time.monotonic() < until:
             assert client.get("/v1/alive").status_code == 200
             time.sleep(0.1)
-        assert not ended
+        assert thread.is_alive()
         while thread.is_alive():
             with suppress(httpx.TransportError):
                 client.get("/v1/alive", headers={"authorization": "Bearer guessed"})
                 client.get("/health")
             thread.join(0.1)
-    assert ended
+
+
+class BrokenLauncher(SubprocessLauncher):
+    """One whose machines say something that is no error of ours."""
+
+    def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
+        raise ValueError("the queue is closed")
+
+
+def test_what_a_launcher_raises_is_told_by_the_verb_that_waits_for_the_ranks() -> None:
+    with pytest.raises(InfraError, match=r"The ranks' launcher: ValueError.*the queue is closed"):
+        ranks_of(launcher="tests.training.test_resident_ranks:BrokenLauncher")

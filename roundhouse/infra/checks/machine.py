@@ -249,7 +249,8 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     if (files := _weights_here(config)) and matrix_types(files) != {"BF16"}:
         # whatever config.json says: one matrix in float32 keeps all that an adapter leaves frozen in it
         shape.get_text_config().dtype = torch.float32
-    processes = getattr(config.train.service, "processes", 1) * trainer_machines(config)
+    machines = trainer_machines(config)
+    processes = getattr(config.train.service, "processes", 1) * machines
     ranks = gpus or processes
     tokens = max(config.train.tokens_per_microbatch, config.generation.max_model_len)
     plan = plan_memory(shape, config.train, ranks, tokens)
@@ -268,7 +269,7 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     )
     if ranks != processes:
         said += f"; train.service has {processes}"
-        remedy = f"--set train.service.kind=resident --set train.service.processes={ranks}"
+        remedy = f"--set train.service.kind=resident --set train.service.processes={-(-ranks // machines)}"
         return [warn("memory plan", said, remedy), refit]
     return [ok("memory plan", said), refit]
 

@@ -215,7 +215,7 @@ class TrainJob(StageJob):
 
     def _pod(self, number: int) -> Manifest:
         infra, trainer = self.infra, self.infra.trainer
-        cache, cache_mount = stage_pod.claimed("cache", trainer.cache_claim, NODE_CACHE)
+        cache, cache_mount = stage_pod.claimed("cache", None if self.stays else trainer.cache_claim, NODE_CACHE)
         store, store_mount = self._store_volume()
         container = stage_pod.container(
             self.container,

@@ -61,6 +61,10 @@ class RemoteTrainService(ChannelService):
         super().__init__(HttpChannel(http, opening, retry_seconds, timeout_seconds))
 
 
+class Unanswered(InfraError):
+    """There was no answer, as opposed to one that tells of a failure."""
+
+
 class HttpChannel:
     """A session with the server, and its calls in order; `timeout_seconds` is the configured limit of one."""
 
@@ -120,7 +124,7 @@ class HttpChannel:
             if problem is None:
                 return protocol.accepted(answer.status_code, answer.content)
             if time.monotonic() + pause > deadline:
-                raise InfraError(
+                raise Unanswered(
                     f"The train service at {self.http.base_url} did not answer to {what}: {problem}. {remedy}"
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +220,10 @@ class TrainEngine:
                 yield found
             except REFUSALS as error:  # by all ranks, of which one may find next that its files are damaged
                 refused = error
+            except Exception:  # this rank's own: its peers do not come to the block's end
+                with suppress(StoreError):
+                    opened.close()
+                raise
             with self._raised_by_all():
                 opened.close()
         if refused is not None:

@@ -17,6 +17,7 @@ import argparse
 import io
 import logging
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from roundhouse.imports import gc_paused
@@ -175,7 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
 
         device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
-        run_step(spec, join(device, TIMEOUT, **spec.train.parallelism))
+        # within a collective the others wait for a rank that fetches a checkpoint
+        limit = timedelta(seconds=max(TIMEOUT.total_seconds(), getattr(spec.train.service, "timeout_seconds", 0.0)))
+        run_step(spec, join(device, limit, **spec.train.parallelism))
     except Exception as error:  # ends the process
         known = typed(error)
         if not isinstance(known, RoundhouseError):

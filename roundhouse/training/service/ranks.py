@@ -9,7 +9,7 @@ is refused) is raised alike by all, and they stay.
 
 Rank 0 writes the line `serving on http://<address>:<port>` once it does, and each rank `rank 1 of 2: pid 123`. The driver's
 side is `roundhouse.launch.resident_ranks`. On the driver's machine the server listens on loopback; elsewhere at the address
-that the launcher gives (`ADDRESS_VARIABLE`), and it ends when the driver, who holds the token, was silent for `SILENT_SECONDS`.
+that the launcher gives (`ADDRESS_VARIABLE`), and all end when the driver, who holds the token, was silent for `SILENT_SECONDS`.
 A model is read by the first rank of each machine, and written by those of the leading rank's.
 """
 
@@ -171,6 +171,8 @@ def follow(ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
     engine, models = None, LoadedModels(scratch / "cache")
     while True:
         head, body = verbs.receive()
+        if head["verb"] == "end":
+            return
         try:
             if head["verb"] == "begin":
                 config = TrainConfig.model_validate_json(body)
@@ -210,8 +212,8 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes, models: LoadedMo
 
 
 def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
-    """The leading rank: answer the driver until this process is ended, or the driver is gone."""
-    address = os.environ.get(ADDRESS_VARIABLE, LOOPBACK)
+    """The leading rank: answer the driver until this process is ended, or, elsewhere, until the driver is gone."""
+    address, watched = os.environ.get(ADDRESS_VARIABLE, LOOPBACK), ADDRESS_VARIABLE in os.environ
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as bound:
         engine = ServedTrainEngine(
@@ -227,12 +229,19 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
         thread.start()
         host = f"[{address}]" if ":" in address else address
         _say(f"{SERVING}http://{host}:{bound.getsockname()[1]}")
-        while thread.is_alive():
+        looks = 0
+        while (
+            thread.is_alive() and looks < 2
+        ):  # twice, since a process that was stopped meanwhile has heard nothing either
             thread.join(SILENT_SECONDS / 10)
-            if time.monotonic() - service.heard_at > SILENT_SECONDS:
-                server.should_exit = True
-                raise InfraError(f"Nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks.")
-        raise InfraError("The server of the leading rank has ended.")
+            looks = looks + 1 if watched and time.monotonic() - service.heard_at > SILENT_SECONDS else 0
+        silent = f"nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks"
+        if thread.is_alive() and not service.turn.locked():
+            logger.warning("%s: they end", silent)
+            verbs.send("end")
+            server.should_exit = True
+            return
+        raise InfraError(f"In a verb {silent}." if thread.is_alive() else "The server of the leading rank has ended.")
 
 
 def _say(line: str) -> None:
@@ -258,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         ranks = join(device, timeout, **spec.train.parallelism)
         _say(f"rank {ranks.rank} of {ranks.size}: pid {os.getpid()}")
         verbs = Verbs(ranks)
-        with tempfile.TemporaryDirectory(prefix="roundhouse-rank-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="roundhouse-rank-", ignore_cleanup_errors=True) as scratch:
             if ranks.leads:
                 serve(spec, ranks, verbs, Path(scratch))
             else:
@@ -269,9 +278,9 @@ def main(arguments: list[str] | None = None) -> int:
             known = InfraError(f"A rank failed: {error!r}")
             logger.exception("the rank ends")
         tell_error(place, known)
-        return exit_code(known)
-    finally:
-        leave()
+        sys.stdout.flush()
+        os._exit(exit_code(known))  # a verb may be under way in its thread, and wait for peers that are gone
+    leave()
     return 0
 
 
