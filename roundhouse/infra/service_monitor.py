@@ -72,7 +72,7 @@ class ServiceMonitor:
                 process = self._start()
                 began = time.monotonic()
                 if not await self._becomes_healthy(process):
-                    ended_late = process.poll() is not None and time.monotonic() - began >= WORTH_SECONDS
+                    ended_late = process.poll() is not None and time.monotonic() - began >= WORTH_SECONDS * slowness()
                     if self.record.restarts == 0 and not ended_late:
                         break
                 else:
