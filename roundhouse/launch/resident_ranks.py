@@ -107,6 +107,8 @@ def open_ranks(config: TrainConfig, temperature: float, service: TrainServiceCon
 class RanksChannel(HttpChannel):
     """Calls of the leading rank: none is repeated, because an answer that is lost means that the rank is."""
 
+    remedy = ""
+
     def __init__(self, http: httpx.Client, opening: protocol.OpenSession, ranks: RunningRanks) -> None:
         super().__init__(http, opening, retry_seconds=0.0, timeout_seconds=ranks.service.timeout_seconds)
         self._ranks = ranks
@@ -202,11 +204,12 @@ class RunningRanks:
         limit = self.service.timeout_seconds
         cause: object = ended or error
         if ended is None and isinstance(error, Unanswered):
-            told = states or f"is {self.url} within reach of the flow?"
-            cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {told}"
+            where = states or f"is {self.url} within reach of the flow?"
+            cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {where}"
         said = "" if cause is error else f" The leading rank said: {error}"
+        told = str(cause).rstrip(".")
         return InfraError(
-            f"The resident ranks were lost in {what}: {cause}. Their weights are lost; the next attempt starts them anew from "
+            f"The resident ranks were lost in {what}: {told}. Their weights are lost; the next attempt starts them anew from "
             f"the last checkpoint.{said}"
         )
 
@@ -220,7 +223,7 @@ class RunningRanks:
     def _run(self, program: Program) -> None:
         try:
             self._launcher.run(program, self._heard, self._stopped)
-            self._error = InfraError("The resident ranks have ended.")
+            self._error = InfraError("The resident ranks have ended by themselves: they heard nothing of this process.")
         except Stopped:
             pass
         except Exception as error:  # noqa: BLE001 - told by who waits for the ranks

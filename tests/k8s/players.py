@@ -107,6 +107,8 @@ class Kubelet:
 
     def run(self, pod: Object) -> None:
         self.bind(pod)
+        if self._logs is not None:  # of a container that runs, empty as yet
+            self._logs.logs.setdefault(pod["metadata"]["name"], "")
         self.status(pod, phase="Running", startTime=now(), containerStatuses=[self._running(pod)])
 
     def say(self, pod: Object, text: str) -> None:

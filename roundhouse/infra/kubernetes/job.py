@@ -179,6 +179,8 @@ class RunJobs:
                 log = self._log(log, pods, say)
                 if isinstance(outcome, Succeeded):
                     log = log or self._late_log(job, say)
+                    if log is not None:
+                        log.finish(5)
                     return number
                 if isinstance(outcome, Failed):
                     if log is not None:
@@ -194,7 +196,7 @@ class RunJobs:
         finally:
             self._waiters.pop(uid, None)
             if log is not None:
-                log.finish(5)
+                log.finish(0)  # of a container that is not wanted any more nobody waits for the end
 
     def _look(self, name: str, uid: str, known: Object) -> tuple[Object, list[Object]]:
         """The Job and its pods, oldest first, as they are now. A Job that had ended before it vanished is as it ended."""
@@ -241,8 +243,11 @@ class RunJobs:
         pods = _oldest_first({pod["metadata"]["uid"]: pod for pod in [*known, *self._fresh_pods(job)]}.values())
         failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
-        if failed.by_exit_code and (error := told()) is not None:
+        error = told() if failed.by_exit_code else None
+        if error is not None and (len(pods) == 1 or not isinstance(error, InfraError)):
             return error
+        if error is not None:  # a peer's end may be what it is about: the pod is named that ended first
+            return InfraError(f"Pod {failed.pod} ended, and a rank said: {error}")
         if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
             return failed.error
         container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]

@@ -16,6 +16,7 @@ Each failure is the error of the kind that decides about a retry, with what a pe
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,7 +179,8 @@ def _exited(name: str, node: str, pod: Status, ended: Status, at: str, keys: Pod
     said = f" The last it said: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
     if code > 128:
         error = InfraError(f"Pod {name}{node} was killed by signal {code - 128} (exit code {code}).{said}")
-        return _Rank.SIGNAL, at, Failed(error, name)
+        asked = code == 128 + signal.SIGTERM  # also by the Job controller, because a peer had failed
+        return _Rank.OTHER if asked else _Rank.SIGNAL, at, Failed(error, name)
     rank = _Rank.TOLD if kind is not InfraError else _Rank.OTHER
     error = kind(f"Pod {name}{node} ended with exit code {code}.{said}")
     return rank, at, Failed(error, name, by_exit_code=True)

@@ -241,7 +241,7 @@ def shut(stream: Any) -> None:
 
 
 LOG_SILENCE_SECONDS = 300.0
-_LOG_BACKOFF = Backoff(0.2)
+_LOG_BACKOFF = Backoff(0.2, longest=5.0)
 _TRIES = 5
 """Connections in a row that bring no line, before the log of a container that has ended is given up."""
 

@@ -68,6 +68,8 @@ class Unanswered(InfraError):
 class HttpChannel:
     """A session with the server, and its calls in order; `timeout_seconds` is the configured limit of one."""
 
+    remedy = " Is it running? It is started by `roundhouse train-server`."
+
     def __init__(
         self, http: httpx.Client, opening: protocol.OpenSession, retry_seconds: float, timeout_seconds: float
     ) -> None:
@@ -112,20 +114,20 @@ class HttpChannel:
         deadline = time.monotonic() + self.retry_seconds
         for number in itertools.count(1):
             pause = PAUSES.pause(number)
-            remedy = "Is it running? It is started by `roundhouse train-server`."
+            remedy = self.remedy
             try:
                 answer = attempt()
                 problem = f"status {answer.status_code}" if answer.status_code in _UNANSWERED else None
             except httpx.ReadTimeout:
                 problem = f"nothing within train.service.timeout_seconds ({self.timeout_seconds:g} s)"
-                remedy = "Raise it where a call takes longer."
+                remedy = " Raise it where a call takes longer."
             except httpx.TransportError as error:
                 problem = repr(error)
             if problem is None:
                 return protocol.accepted(answer.status_code, answer.content)
             if time.monotonic() + pause > deadline:
                 raise Unanswered(
-                    f"The train service at {self.http.base_url} did not answer to {what}: {problem}. {remedy}"
+                    f"The train service at {self.http.base_url} did not answer to {what}: {problem}.{remedy}"
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)
