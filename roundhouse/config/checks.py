@@ -603,10 +603,11 @@ def _trainer_launcher(config: RunConfig) -> None:
     else:
         key, machines, by = "infra.ray.trainer.nodes", infra.ray.trainer.nodes, "ray"
     if launcher != by:
-        if machines > 1 and isinstance(service, ProcessService | ResidentService):
+        if machines > 1 and ":" not in (launcher or ""):
+            has = f"launcher is {launcher}" if launcher else f"kind is {service.kind}"
             raise ValueError(
-                f"{key} is {machines}, but train.service.launcher is {launcher or 'subprocess'}: the trainer is not there. Set "
-                f"train.service.launcher to {by}, or leave the key out."
+                f"{key} is {machines}, but train.service.{has}: the trainer is not there. Set train.service.launcher to {by} "
+                "(kind resident or process), or leave the key out."
             )
         return
     assert isinstance(service, ProcessService | ResidentService), "the kinds that have a launcher"
@@ -638,7 +639,8 @@ def _ranks_in_groups(config: RunConfig) -> None:
     service, machines = config.train.service, trainer_machines(config)
     if not isinstance(service, RankedService):
         return
-    service.refuse_uneven(machines)
+    if ":" not in (trainer_launcher(config) or ""):  # of one's own, which alone knows on how many machines
+        service.refuse_uneven(machines)
     ranks, product = machines * service.processes, math.prod(config.train.parallelism.values())
     if service.data_parallel_replicate > 1 and ranks % product:
         key = "infra.ray.trainer.nodes" if trainer_launcher(config) == "ray" else "infra.trainer.pods"

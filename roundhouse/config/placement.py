@@ -165,12 +165,17 @@ def _collector(config: RunConfig) -> RolePlacement:
     )
 
 
+def has_ranks(service: ResidentService) -> bool:
+    """Whether it trains in processes of its own, and not in that of the train stage."""
+    return service.processes > 1 or service.launcher != "subprocess"
+
+
 def trainer_launcher(config: RunConfig) -> str | None:
     """What starts the trainer's processes; None where they are not the run's to start, or the flow's own process trains."""
     service = config.train.service
     if isinstance(service, ProcessService):
         return service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
-    return service.launcher if isinstance(service, ResidentService) and not service.is_in_flow else None
+    return service.launcher if isinstance(service, ResidentService) and has_ranks(service) else None
 
 
 def trainer_machines(config: RunConfig) -> int:

@@ -131,6 +131,11 @@ class RankedService(Section):
                 f"train.service.context_parallel is {context}{product}, but train.service.processes is {has}, which it does "
                 f"not divide. Set processes to {context * tensor} or a multiple of it."
             )
+        if self.processes % tensor:
+            raise ValueError(
+                f"train.service.tensor_parallel is {tensor}, which does not divide train.service.processes {self.processes}: "
+                f"the ranks that split a matrix are on one machine. Set processes to {tensor} or a multiple of it."
+            )
         if ranks % experts:
             raise ValueError(
                 f"train.service.expert_parallel is {experts}, but train.service.processes is {has}, which it does not divide. "
@@ -154,11 +159,6 @@ class ResidentService(RankedService):
     launcher: LauncherName = "subprocess"
     """What starts the ranks: `subprocess`, on the flow's machine, where one process is the train stage's own; `kubernetes`, so
     many in each pod of `infra.trainer`; `ray`, so many on each node of `infra.ray.trainer`; or `module:Class`."""
-
-    @property
-    def is_in_flow(self) -> bool:
-        """Whether there are no ranks, and the train stage's own process holds the model."""
-        return self.processes == 1 and self.launcher == "subprocess"
 
 
 class ProcessService(RankedService):

@@ -41,7 +41,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupMember:
     """One of several machines whose ranks are one group."""
 
     machines: int
@@ -71,7 +71,7 @@ class Program:
     """Of the configuration, to raise when it takes longer."""
     ranks: int = 1
     """On each of its machines."""
-    group: Group | None = None
+    group: GroupMember | None = None
     """Where it is one of several machines', set by a launcher that starts it on them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to those that every program of its launcher has."""

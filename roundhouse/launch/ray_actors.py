@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roundhouse.config.operations import LocalInfra, RayCluster, RayResources
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
-from roundhouse.launch.base import Group, Launcher, Program, Say, Stopped
+from roundhouse.launch.base import GroupMember, Launcher, Program, Say, Stopped
 from roundhouse.launch.subprocesses import ENDING_SECONDS, POLL_SECONDS, SubprocessLauncher
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
@@ -59,7 +59,7 @@ class ProgramHost:
         self, place: str, fields: dict[str, Any], machine: int, machines: int, met: tuple[str, int] | None
     ) -> tuple[int, str]:
         """The program's exit code, and its error."""
-        group = None if met is None else Group(machines, machine, *met)
+        group = None if met is None else GroupMember(machines, machine, *met)
         fields["environment"] = _network(group is not None) | fields["environment"]
         program = Program(place=Location(place), place_field="place", spec=PlacedSpec(), group=group, **fields)
         launcher = SubprocessLauncher(None)

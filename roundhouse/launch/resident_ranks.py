@@ -43,6 +43,8 @@ START_SECONDS = 300.0
 """For ranks to import torch and find each other."""
 CAUSE_SECONDS = 10.0
 """For a launcher to notice that a rank was lost, after the leading rank has."""
+CAUSE_ELSEWHERE_SECONDS = 60.0
+"""The same of other machines, whose ranks are asked to end before their errors are put together."""
 MARGIN_SECONDS = 5.0
 """For the leading rank to report that its peers hang, beyond the time limit of a collective."""
 _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
@@ -196,7 +198,7 @@ class RunningRanks:
 
     def lost(self, what: str, error: InfraError) -> InfraError:
         """Why a call was not answered, in words that name the rank; all ranks are ended."""
-        self._thread.join(CAUSE_SECONDS)
+        self._thread.join(CAUSE_SECONDS if self._launcher.same_machine else CAUSE_ELSEWHERE_SECONDS)
         known = sorted(self.pids.items()) if self._launcher.same_machine else []
         states = ", ".join(f"rank {rank} (pid {pid}) {_state(pid)}" for rank, pid in known)
         ended = self._error

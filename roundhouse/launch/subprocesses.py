@@ -33,6 +33,7 @@ from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import processes
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
 from roundhouse.store.location import Location
+from roundhouse.store.process_identity import boot_id
 from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import SPEC, error_of, read_error, torchrun_of_machine
 
@@ -57,9 +58,10 @@ class SubprocessLauncher(Launcher):
 
     def __init__(self, run: Run | None) -> None:
         sweep_scratch()
-        self._scratch = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True)
         self._lock = os.open(self._scratch.name, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        with suppress(OSError):  # a file system without such locks, on which none is got by who would delete it
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         program.prepare()
@@ -101,9 +103,9 @@ class SubprocessLauncher(Launcher):
 
 
 def sweep_scratch() -> None:
-    """Delete what launchers of processes that were killed have left: checkpoints that ranks had downloaded. Each holds a lock
-    on its directory, which ends with its process."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    """Delete what launchers of killed processes of this machine have left: checkpoints that ranks had downloaded. Each holds a
+    lock on its directory, which ends with its process."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with suppress(OSError):  # another's, or gone
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -114,7 +116,11 @@ def sweep_scratch() -> None:
                 os.close(descriptor)
 
 
-_PREFIX = "roundhouse-launch-"
+def _prefix() -> str:
+    """Of directories on this machine since it was started: others, with which it may share a disk, do not see its locks."""
+    return f"roundhouse-launch-{boot_id()[:8]}-"
+
+
 _NEW_SECONDS = 60.0
 
 

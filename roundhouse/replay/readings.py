@@ -9,14 +9,13 @@ weights do other things than they did (`MIN_COVERED`), there is no measurement.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
-from roundhouse.config.placement import trainer_launcher
-from roundhouse.config.training import ResidentService
 from roundhouse.errors import StoreError
 from roundhouse.stages.evaluate import rewards_by_task
 from roundhouse.stages.freshness import kish
@@ -141,14 +140,6 @@ class _Measured:
         return np.bincount(self.owner[on], log_probs[on].astype(np.float64), len(self.rollouts))
 
 
-def _computing_here(run: Run) -> Run:
-    """The run with its trainer in this process: ranks that are started elsewhere take the place of those of a run under way."""
-    if trainer_launcher(run.config) in (None, "subprocess"):
-        return run
-    train = run.config.train.model_copy(update={"service": ResidentService()})
-    return replace(run, config=run.config.model_copy(update={"train": train}))
-
-
 def _measured(rollouts: Iterable[Rollout]) -> _Measured:
     kept = [each for each in rollouts if each.reward is not None and each.turns and each.branched_from is None]
     # Sequences of every turn, trained or not
@@ -203,8 +194,10 @@ class OtherWeights:
 
     def _under(self, checkpoint: Reference, measured: _Measured) -> np.ndarray:
         release_trainer()
-        run = _computing_here(self.run)
-        return log_probs_under(run, checkpoint, measured.batch, checkpoint_cache(run.config))
+        # as another run: a server, or a cluster, would take the trainer of one that is under way for its own
+        measurer = replace(self.run, uid=secrets.token_hex(6))
+        cache = checkpoint_cache(self.run.config)
+        return log_probs_under(self.run, checkpoint, measured.batch, cache, for_run=measurer)
 
     def mismatch(self, rollouts: list[Rollout], version: int) -> float:
         """Mean distance of recorded log-probabilities from those of a version's weights, nats a token; 0 where unknown."""

@@ -31,11 +31,11 @@ import pyarrow.compute as pc
 from roundhouse.activity import announce
 from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_makes_room
+from roundhouse.config.placement import engine_sleeps, has_ranks, trainer_launcher, trainer_makes_room
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.cpu import attribute_to_this_stage, clock, take_seconds
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import reference_version
 from roundhouse.stages.freshness import (
@@ -222,6 +222,10 @@ def state_complete_at_end() -> Iterator[None]:
             logger.warning("The trainer's state was not written: %s The next start trains that iteration again.", error)
 
 
+_BUSY_SECONDS = 10.0
+"""For a replica that is sent weights, at the end of a flow that may have failed because of it."""
+
+
 @contextmanager
 def trainer_released_at_end() -> Iterator[None]:
     """Behind the block, however it ends, no state is being written any more, and no trainer holds a machine."""
@@ -229,9 +233,9 @@ def trainer_released_at_end() -> Iterator[None]:
         yield
     finally:
         try:
-            release_trainer()
+            release_trainer(_BUSY_SECONDS)
         except Exception as error:  # noqa: BLE001 - as above
-            logger.warning("The trainer did not end: %s", error)
+            logger.warning("The trainer ends with this process: %s", error)
 
 
 @contextmanager
@@ -289,8 +293,14 @@ def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Tab
     return importance_metrics(found)
 
 
-def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: Path) -> np.ndarray:
-    """[T] log-probabilities of the generated tokens under a checkpoint; the trainer that it takes stays for the next step."""
+def log_probs_under(
+    run: Run, base: Reference, batch: TrainingSequences, cache: Path, *, for_run: Run | None = None
+) -> np.ndarray:
+    """[T] log-probabilities of the generated tokens under a checkpoint; the trainer that it takes stays for the next step.
+
+    Args:
+        for_run: as of `write_with_optimizer`.
+    """
     from roundhouse.training.trainer import Trainer
 
     with _turn(run, base):
@@ -308,7 +318,7 @@ def log_probs_under(run: Run, base: Reference, batch: TrainingSequences, cache: 
                 return trainer.log_probs(batch)
             finally:
                 trainer.close()
-        trainer, _ = _trainer_at(run, base, cache)
+        trainer, _ = _trainer_at(run, base, cache, for_run)
         try:
             found = trainer.log_probs(batch)
         except BaseException:
@@ -327,14 +337,25 @@ def lend_trainer(run: Run, base: Reference) -> None:
     lend(base.uri, trainer.learner.service)
 
 
-def release_trainer() -> None:
-    """Give back what is kept between iterations: memory, an actor, a session with a server."""
+def release_trainer(patience_seconds: float = -1) -> None:
+    """Give back what is kept between iterations: memory, machines, a session with a server.
+
+    Args:
+        patience_seconds: for what uses the trainer now to be done with it. -1: until it is.
+
+    Raises:
+        InfraError: it was not.
+    """
     with state_complete_at_end():
         pass
-    with _busy:
+    if not _busy.acquire(timeout=patience_seconds):
+        raise InfraError(f"The trainer is in use after {patience_seconds:g} s.")
+    try:
         while _resident:
             _, trainer = _resident.popitem()  # closed once, whether or not that succeeds
             trainer.close()
+    finally:
+        _busy.release()
 
 
 @contextmanager
@@ -472,7 +493,7 @@ def write_with_optimizer(
     """Write a version that was published without the trainer's state to another checkpoint, with it.
 
     Args:
-        for_run: whose the trainer's ranks are, where they are started elsewhere: another than `run`, which may be under way.
+        for_run: who trains, towards a server or where ranks are started: another than `run`, which may be under way.
 
     Raises:
         DataError: training the iterations since the newest state again does not give the recorded weights.
@@ -508,8 +529,9 @@ def _trainer_at(run: Run, base: Reference, cache: Path, for_run: Run | None = No
     origin, since = trained_since_state(base)
     config = run.config
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
-    at = (for_run or run, base.policy_version + 1)
-    service = open_service(config.train, owner=run.uid, temperature=temperature, placement_group=near, at=at)
+    whose = for_run or run
+    at = (whose, base.policy_version + 1)
+    service = open_service(config.train, owner=whose.uid, temperature=temperature, placement_group=near, at=at)
     try:
         state = state_of(origin)
         trainer = Trainer.over(
@@ -635,7 +657,7 @@ def open_service(
     """
     service = config.service
     if isinstance(service, ResidentService):
-        if not service.is_in_flow:
+        if has_ranks(service):
             from roundhouse.launch.resident_ranks import ResidentRanks
 
             return ResidentRanks(config, service, owner=owner, temperature=temperature, at=at)
@@ -662,21 +684,25 @@ def open_service(
             retry_seconds=service.retry_seconds,
         )
     if isinstance(service, TinkerService):
-        try:
-            from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
-        except ImportError as error:
-            raise ConfigError(
-                f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
-            ) from error
-        return TinkerTrainService(
-            config.optimizer,
-            TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
-            run=owner,
-            base_url=service.url,
-            api_key=read_secret(service.token_variable, service.token_file),
-            timeout_seconds=service.timeout_seconds,
-        )
+        return _open_tinker(config, service, owner)
     assert isinstance(service, ProcessService)
     raise ConfigError(
         "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
+    )
+
+
+def _open_tinker(config: TrainConfig, service: TinkerService, owner: str) -> TrainService:
+    try:
+        from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
+    except ImportError as error:
+        raise ConfigError(
+            f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
+        ) from error
+    return TinkerTrainService(
+        config.optimizer,
+        TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
+        run=owner,
+        base_url=service.url,
+        api_key=read_secret(service.token_variable, service.token_file),
+        timeout_seconds=service.timeout_seconds,
     )

@@ -421,6 +421,9 @@ def test_matrices_may_be_split_inside_of_machines_that_shard_over_each_other() -
     assert parse_config(tree | {"infra": {"ray": {"trainer": {"nodes": 2}}}}).train.parallelism["tensor_parallel"] == 8
     with pytest.raises(ConfigError, match=r"tensor_parallel is 8, as many as train\.service\.processes: .* 16 or more"):
         parse_config(tree)
+    straddling = {"train": {"service": service | {"processes": 6, "tensor_parallel": 4}}}
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 4, which does not divide train\.service\.processes 6"):
+        parse_config(tree | straddling | {"infra": {"ray": {"trainer": {"nodes": 2}}}})
     uneven = {"train": {"service": service | {"tensor_parallel": 1, "context_parallel": 3}}}
     with pytest.raises(
         ConfigError, match=r"context_parallel is 3, but .* is 8 on each of 2 machines, which it does not"
@@ -431,10 +434,10 @@ def test_matrices_may_be_split_inside_of_machines_that_shard_over_each_other() -
 @pytest.mark.parametrize(
     ("infra", "said"),
     [
-        ({"ray": {"trainer": {"nodes": 2}}}, r"infra\.ray\.trainer\.nodes is 2, but .*launcher is subprocess.* to ray"),
+        ({"ray": {"trainer": {"nodes": 2}}}, r"infra\.ray\.trainer\.nodes is 2, but .*kind is resident.* to ray"),
         (
             {"kind": "kubernetes", "trainer": {"pods": 2}},
-            r"infra\.trainer\.pods is 2, but .*is subprocess.*to kubernetes",
+            r"infra\.trainer\.pods is 2, but .*kind is resident.*to kubernetes",
         ),
     ],
 )

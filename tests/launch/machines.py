@@ -13,7 +13,7 @@ import threading
 from pydantic import BaseModel
 
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.launch.base import Group, Launcher, Program, Say, Stopped
+from roundhouse.launch.base import GroupMember, Launcher, Program, Say, Stopped
 from roundhouse.launch.ray_actors import PlacedSpec
 from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.store.location import Location
@@ -99,7 +99,7 @@ def main() -> int:
         timeout_seconds=600.0,
         timeout_key="a.key",
         ranks=machine.ranks,
-        group=Group(MACHINES, machine.machine, "127.0.0.1", machine.port),
+        group=GroupMember(MACHINES, machine.machine, "127.0.0.1", machine.port),
         stays=machine.stays,
     )
     launcher = SubprocessLauncher(None)

@@ -93,13 +93,15 @@ def test_what_the_launchers_of_killed_processes_left_is_deleted(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with open_launcher("subprocess", "a.key", None):
         (held,) = tmp_path.iterdir()
-        for name in ("roundhouse-launch-left", "roundhouse-launch-new", "other"):
-            (tmp_path / name / "cache").mkdir(parents=True)
-        for path in (held, tmp_path / "roundhouse-launch-left", tmp_path / "other"):
+        own = held.name.rpartition("-")[0]
+        left, new, elsewhere = (tmp_path / name for name in (f"{own}-left", f"{own}-new", "roundhouse-launch-far-left"))
+        for path in (left, new, elsewhere):
+            (path / "cache").mkdir(parents=True)
+        for path in (held, left, elsewhere):
             os.utime(path, (1, 1))
         with open_launcher("subprocess", "a.key", None):
             pass
-        assert {path.name for path in tmp_path.iterdir()} == {held.name, "roundhouse-launch-new", "other"}
+        assert set(tmp_path.iterdir()) == {held, new, elsewhere}
 
 
 class OwnLauncher(SubprocessLauncher):

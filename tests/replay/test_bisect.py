@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.config.loading import parse_config
-from roundhouse.config.training import ResidentService
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.replay import readings
 from roundhouse.replay.bisect import bisect
 from roundhouse.replay.narrowing import smallest_set
 from roundhouse.replay.readings import Reading, find_fall
 from roundhouse.replay.stages import load_replay, replay_names
 from roundhouse.stages.datasets import dataset_names
-from roundhouse.store.run import open_run
 from roundhouse.store.verification import verify
 from tests.replay.planted import HEALTHY, PLANTS, Plant, planted_run
 
@@ -139,12 +134,3 @@ def test_what_cannot_be_bisected_is_told(tmp_path: Path) -> None:
         bisect(run.config.store, run.run_id, "loss")
     with pytest.raises(StoreError, match="a fall takes two"):
         bisect(run.config.store, run.run_id, "reward")
-
-
-def test_a_measurement_takes_no_machine_of_a_run_that_may_be_under_way(tmp_path: Path) -> None:
-    tree: dict[str, Any] = {"run_id": "r", "store": str(tmp_path), "infra": {"ray": {"trainer": {"nodes": 2}}}}
-    tree["train"] = {"service": {"kind": "resident", "launcher": "ray", "processes": 8}}
-    run = open_run(parse_config(tree))
-    here = readings._computing_here(run)
-    assert here.config.train == run.config.train.model_copy(update={"service": ResidentService()})
-    assert readings._computing_here(here) is here

@@ -193,6 +193,10 @@ class RunJobs:
                 if not pods and deadlines.is_time_for_events(time.monotonic()):
                     self._tell_events(uid, say, deadlines)
                 _pause(changed, stopped, deadlines.next_look(seconds))
+        except _Over:
+            if log is not None:
+                log.finish(5)
+            raise
         finally:
             self._waiters.pop(uid, None)
             if log is not None:
@@ -244,7 +248,7 @@ class RunJobs:
         failed = judge(job, pods, keys)
         assert isinstance(failed, Failed)
         error = told() if failed.by_exit_code else None
-        if error is not None and (len(pods) == 1 or not isinstance(error, InfraError)):
+        if error is not None and (int(job["spec"].get("completions") or 1) == 1 or not isinstance(error, InfraError)):
             return error
         if error is not None:  # a peer's end may be what it is about: the pod is named that ended first
             return InfraError(f"Pod {failed.pod} ended, and a rank said: {error}")

@@ -176,8 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
 
         device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
-        # within a collective the others wait for a rank that fetches a checkpoint
-        limit = timedelta(seconds=max(TIMEOUT.total_seconds(), getattr(spec.train.service, "timeout_seconds", 0.0)))
+        # in a collective others wait for a rank that fetches a checkpoint; one that hangs is found before the step's end
+        whole = timedelta(seconds=getattr(spec.train.service, "timeout_seconds", 0.0))
+        limit = max(TIMEOUT, whole / 2)
         run_step(spec, join(device, limit, **spec.train.parallelism))
     except Exception as error:  # ends the process
         known = typed(error)

@@ -236,6 +236,7 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
             thread.join(SILENT_SECONDS / 10)
             looks = looks + 1 if watched and time.monotonic() - service.heard_at > SILENT_SECONDS else 0
         silent = f"nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks"
+        service.is_over = True  # no verb begins from here on
         if thread.is_alive() and not service.turn.locked():
             logger.warning("%s: they end", silent)
             verbs.send("end")

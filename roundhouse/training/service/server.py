@@ -46,6 +46,8 @@ class Service:
         self.engine, self.token_sha256, self.max_body_bytes = engine, token_sha256, max_body_bytes
         self.heard_at = time.monotonic()
         """When the last call came that was authorized."""
+        self.is_over = False
+        """Whether calls are refused, because the server is about to end."""
         self.lease = SessionLease(idle_seconds)
         self.calls = CallLog()
         self.turn = asyncio.Lock()
@@ -65,6 +67,8 @@ class Service:
                 f"The header {protocol.PROTOCOL_HEADER} is {spoken!r}, this server speaks {protocol.PROTOCOL!r}. Run the same "
                 "version of roundhouse on both sides."
             )
+        if self.is_over:
+            raise protocol.SessionLost("The server ends: it had heard nothing of its client for too long.")
         self.heard_at = time.monotonic()
 
     async def open(self, request: Request) -> Response:
