@@ -287,6 +287,8 @@ def test_a_train_server_adds_a_pod_with_a_gpu_for_each_of_its_ranks_that_the_flo
     [server] = template["spec"]["containers"]
     options = dict(zip(server["args"][1::2], server["args"][2::2], strict=True))
     assert server["resources"]["limits"]["nvidia.com/gpu"] == options["--processes"]
+    interfaces = {item["name"]: item.get("value") for item in server["env"] if item["name"].endswith("_SOCKET_IFNAME")}
+    assert interfaces == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     assert added["Service"]["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     rules = added["NetworkPolicy"]["spec"]
     assert rules["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
