@@ -13,6 +13,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from pathlib import Path
 
@@ -125,13 +126,9 @@ class RanksChannel(HttpChannel):
 
     def _say_alive(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            try:
+            # a verb says what became of the ranks; the client may be closed
+            with suppress(httpx.TransportError, RuntimeError):
                 self.http.get("/v1/alive", timeout=HEARTBEAT_SECONDS)
-            except (
-                httpx.TransportError,
-                RuntimeError,
-            ):  # a verb says what became of the ranks; the client may be closed
-                continue
 
     def _until_answered(self, what: str, attempt: Callable[[], httpx.Response]) -> bytes:
         limit = self._ranks.service.timeout_seconds + MARGIN_SECONDS

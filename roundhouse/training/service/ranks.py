@@ -229,10 +229,8 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
         thread.start()
         host = f"[{address}]" if ":" in address else address
         _say(f"{SERVING}http://{host}:{bound.getsockname()[1]}")
-        looks = 0
-        while (
-            thread.is_alive() and looks < 2
-        ):  # twice, since a process that was stopped meanwhile has heard nothing either
+        looks = 0  # two, since a process that was stopped meanwhile has heard nothing either
+        while thread.is_alive() and looks < 2:
             thread.join(SILENT_SECONDS / 10)
             looks = looks + 1 if watched and time.monotonic() - service.heard_at > SILENT_SECONDS else 0
         silent = f"nothing was heard for {SILENT_SECONDS:g} s of the flow that started the ranks"
@@ -255,9 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see RanksSpec")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    if (
-        "RANK" in os.environ
-    ):  # torchrun's, which may have no time to end it: one that waits in a collective hears no SIGTERM
+    if "RANK" in os.environ:
+        # torchrun's, which may have no time to end it: a rank that waits in a collective hears no SIGTERM
         end_with_parent(signal.SIGKILL)
     place: str | None = None
     try:
