@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RankedService, ResidentService, TrainServiceConfig
-from roundhouse.errors import ConfigError, InfraError, RoundhouseError
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError, ServiceUnreachable
 from roundhouse.health.policy import typed
 from roundhouse.http.asgi import token_digest
 from roundhouse.launch.base import Program, Stopped, open_launcher
@@ -32,7 +32,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.training.service import protocol
-from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel, Unanswered
+from roundhouse.training.service.client import CONNECT_SECONDS, HttpChannel
 from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.ranks import HEARTBEAT_SECONDS, MODULE, SERVING, RanksSpec
 from roundhouse.training.service.verbs import TrainService
@@ -202,7 +202,7 @@ class RunningRanks:
         self.close()
         limit = self.service.timeout_seconds
         cause: object = ended or error
-        if ended is None and isinstance(error, Unanswered):
+        if ended is None and isinstance(error, ServiceUnreachable):
             where = states or f"is {self.url} within reach of the flow?"
             cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {where}"
         said = "" if cause is error else f" The leading rank said: {error}"

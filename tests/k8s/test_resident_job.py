@@ -46,6 +46,7 @@ def trained(run: Run, tmp_path: Path) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_pod_that_stays_writes_what_a_resident_trainer_writes_and_goes_with_its_trainer(
     fake: Stand, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from roundhouse.config.models import TrainConfig
-from roundhouse.errors import InfraError
+from roundhouse.errors import ServiceUnreachable
 from roundhouse.retry import Backoff
 from roundhouse.training.service import protocol
 from roundhouse.training.service.wire import ChannelService
@@ -59,10 +59,6 @@ class RemoteTrainService(ChannelService):
         http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
         super().__init__(HttpChannel(http, opening, retry_seconds, timeout_seconds))
-
-
-class Unanswered(InfraError):
-    """There was no answer, as opposed to one that tells of a failure."""
 
 
 class HttpChannel:
@@ -109,7 +105,8 @@ class HttpChannel:
         """Send until there is an answer, and return its body.
 
         Raises:
-            InfraError: there is none within `retry_seconds`, or it says that the service failed or lost the session.
+            ServiceUnreachable: there is none within `retry_seconds`.
+            InfraError: it says that the service failed or lost the session.
         """
         deadline = time.monotonic() + self.retry_seconds
         for number in itertools.count(1):
@@ -126,7 +123,7 @@ class HttpChannel:
             if problem is None:
                 return protocol.accepted(answer.status_code, answer.content)
             if time.monotonic() + pause > deadline:
-                raise Unanswered(
+                raise ServiceUnreachable(
                     f"The train service at {self.http.base_url} did not answer to {what}: {problem}.{remedy}"
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
