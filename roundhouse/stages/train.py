@@ -210,18 +210,6 @@ def wait_for_state() -> float:
     return writer.cpu_seconds
 
 
-@contextmanager
-def state_complete_at_end() -> Iterator[None]:
-    """Behind the block, however it ends, no state is being written any more."""
-    try:
-        yield
-    finally:
-        try:
-            wait_for_state()
-        except Exception as error:  # noqa: BLE001 - what ended the block, if anything did, is the error to be told
-            logger.warning("The trainer's state was not written: %s The next start trains that iteration again.", error)
-
-
 _BUSY_SECONDS = 10.0
 """For a replica that is sent weights, at the end of a flow that may have failed because of it."""
 
@@ -234,7 +222,7 @@ def trainer_released_at_end() -> Iterator[None]:
     finally:
         try:
             release_trainer(_BUSY_SECONDS)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - what ended the block, if anything did, is the error to be told
             logger.warning("The trainer ends with this process: %s", error)
 
 
@@ -346,8 +334,10 @@ def release_trainer(patience_seconds: float = -1) -> None:
     Raises:
         InfraError: it was not.
     """
-    with state_complete_at_end():
-        pass
+    try:
+        wait_for_state()
+    except Exception as error:  # noqa: BLE001 - what ends the run, if anything does, is the error to be told
+        logger.warning("The trainer's state was not written: %s The next start trains that iteration again.", error)
     if not _busy.acquire(timeout=patience_seconds):
         raise InfraError(f"The trainer is in use after {patience_seconds:g} s.")
     try:
