@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
+from roundhouse.config.placement import trainer_machines
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import machine
 from roundhouse.stages import preflight
@@ -275,7 +276,10 @@ def test_a_recipe_of_the_page_on_gpus_fits_as_it_says(
     model: str, ranks: str, device: str, told: str, recipe: str
 ) -> None:
     common = yaml.safe_load(_GPU_PAGE.read_text().split("```yaml\n")[1].split("```")[0])["train"]
-    settings = parse_config({"run_id": "r", "train": common | yaml.safe_load(recipe)["train"]}).train
+    keys = yaml.safe_load(recipe)
+    config = parse_config({"run_id": "r"} | keys | {"train": common | keys["train"]})
+    settings = config.train
+    assert getattr(settings.service, "processes", 1) * trainer_machines(config) == int(ranks)
     found = plan_memory(SHAPES[model], settings, int(ranks), settings.tokens_per_microbatch or 0)
     assert found.total / 1e9 == pytest.approx(float(told), rel=0.02)
     assert found.total <= USABLE * device_memory(device)
