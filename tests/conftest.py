@@ -7,10 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from tests.ports import free_port, listens
+from tests.waiting import until
 
 # The suite draws the same examples every time, so that its verdict is about the change; `explore` looks for new ones.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
@@ -121,9 +121,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """URL of an S3 server (moto), with its credentials and endpoint in the environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -138,7 +136,7 @@ def s3_server() -> Iterator[str]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        _wait_for_port(port)
+        until(lambda: listens(port), f"a server on port {port}", process=process)
         yield settings["AWS_ENDPOINT_URL"]
     finally:
         process.terminate()
@@ -173,17 +171,6 @@ def bucket(s3_server: str) -> str:
 def run_config(tmp_path) -> RunConfig:
     """A small run on the file system."""
     return parse_config({"run_id": "test", "store": str(tmp_path / "store")})
-
-
-def _wait_for_port(port: int, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError(f"nothing listens on port {port} after {seconds} s")
 
 
 @pytest.fixture(scope="module")

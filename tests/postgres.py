@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -22,12 +23,6 @@ def postgres_binaries() -> Path | None:
     places = [Path(found).resolve().parent] if found else []
     places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next((place for place in places if (place / "postgres").exists() and (place / "psql").exists()), None)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @contextmanager
@@ -67,13 +62,6 @@ def database(directory: Path, passwords: dict[str, str], script: Path) -> Iterat
     finally:
         server.send_signal(2)  # a fast stop, as the manifest's preStop
         server.wait(60)
-
-
-def until(holds: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"no {what} in {seconds:.0f} s"
-        time.sleep(0.2)
 
 
 def tables(port: int, database: str, user: str, password: str) -> set[str]:

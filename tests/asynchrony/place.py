@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,12 +126,3 @@ def opened(directory: Path) -> Iterator[Place]:
                 made.engine.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends when the machine lets it
                 made.nursery.close()
-
-
-def until(holds: Callable[[], bool], process: Child) -> None:
-    """Wait for something that a run does."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert process.poll() is None, "the run has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -19,8 +19,9 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import Status
-from tests.asynchrony.place import ITERATIONS, SECONDS, SIZE, STALENESS, TASKS, Place, until
+from tests.asynchrony.place import ITERATIONS, SECONDS, SIZE, STALENESS, TASKS, Place
 from tests.chaos.strikes import Strike
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -105,7 +106,7 @@ def test_an_engine_that_dies_in_the_overlap_ends_both_lanes(place: Place) -> Non
         generation = place.settings("dies")["generation"] | {"engine_url": engine.url}
         rollout = {"prompts_per_iteration": TASKS, "group_size": SIZE, "concurrency": 2, "retry": {"attempts": 1}}
         process = place.train("dies", generation=generation, rollout=rollout)
-        until(lambda: (place.directory / "store/runs/dies/checkpoints/000001/manifest.json").exists(), process)
+        until(lambda: (place.directory / "store/runs/dies/checkpoints/000001/manifest.json").exists(), process=process)
         engine.stop()
         assert process.wait(SECONDS) == EXIT_CODES[InfraError]
         said = place.log("dies").read_text()

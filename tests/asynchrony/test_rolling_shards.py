@@ -37,9 +37,10 @@ from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.world import check
-from tests.stages.test_distributed import is_alive, until, workers
+from tests.stages.test_distributed import is_alive, workers
 from tests.stages.test_interrupted_collect import CALLS, GROUP, GuessedAnswer, GuessingEngine, recorded_seeds
 from tests.stages.test_interrupted_collect import settings as guessing
+from tests.waiting import until
 
 TASKS, SHARDS, PATIENCE = 4, 2, 90.0
 
@@ -185,15 +186,15 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
     assert manifest.counts["completed"] == TASKS * GROUP
     lane.train(1)
     place = run.stage(2, "collect").location
-    until(lambda: any(name.endswith(f"/{REPORT}") for name in place.tree()), PATIENCE)
+    until(lambda: any(name.endswith(f"/{REPORT}") for name in place.tree()))
     answered = {derive_seed(spec.seed, number) for spec in second for number in range(2)}
-    until(lambda: answered <= recorded_seeds(place), PATIENCE)
-    until(lambda: lane.at_work() == {(2, "s0002of0002")}, PATIENCE)  # the other one has left its report, and ends
+    until(lambda: answered <= recorded_seeds(place))
+    until(lambda: lane.at_work() == {(2, "s0002of0002")})  # the other one has left its report, and ends
 
     lane.transfer(1)  # in flight: what runs goes on
     lost = workers()["s0002of0002"]
     os.kill(lost, signal.SIGKILL)
-    until(lambda: workers().get("s0002of0002") not in (None, lost), PATIENCE)
+    until(lambda: workers().get("s0002of0002") not in (None, lost))
     with lane.dispatch:
         running = {lane.controller.pool.running[key].version for key in lane.controller.pool.running}
     assert running == {1}, "its rollouts were admitted again, on what the engine holds now"

@@ -32,8 +32,8 @@ from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.test_rolling_shards import PATIENCE, check_journal, publish
 from tests.asynchrony.test_rolling_shards import threads as threads
 from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
-from tests.stages.test_distributed import until
 from tests.stages.test_dynamic_sampling import GROUP, TASKS, sorted_sometimes
+from tests.waiting import until
 
 ITERATIONS = 3
 RUNNERS = {"in process": {}, "shards": {"distribution": {"kind": "process", "shards": 2}}}
@@ -221,8 +221,8 @@ def test_a_run_that_is_killed_in_a_second_round_draws_the_same_and_makes_only_wh
     process = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(tree), engine.url], env=os.environ)
     try:
         stage = run.stage(1, "collect").location
-        until(lambda: len(written_rollouts(stage)) > TASKS * GROUP, PATIENCE)
-        until(lambda: any(isinstance(e, happened.RoundStarted) for e in ControllerJournal(place).events()), PATIENCE)
+        until(lambda: len(written_rollouts(stage)) > TASKS * GROUP)
+        until(lambda: any(isinstance(e, happened.RoundStarted) for e in ControllerJournal(place).events()))
     finally:
         process.kill()
         process.wait()

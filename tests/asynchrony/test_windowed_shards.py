@@ -29,8 +29,8 @@ from tests.asynchrony.test_rolling_shards import (
 )
 from tests.asynchrony.test_rolling_shards import engine as engine
 from tests.asynchrony.test_rolling_shards import threads as threads
-from tests.stages.test_distributed import until
 from tests.stages.test_interrupted_collect import CALLS, GROUP
+from tests.waiting import until
 
 SLOW = (1, "s0002of0002")
 """Groups 2 and 3."""

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.stage import MANIFEST
 from tests.chaos.nursery import Child, Nursery
 from tests.chaos.strikes import PLAN_VARIABLE
+from tests.ports import free_port
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 START_SECONDS = 300.0
@@ -56,9 +56,7 @@ class Server:
     nursery: Nursery | None = None
 
     def __post_init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:

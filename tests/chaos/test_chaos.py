@@ -6,9 +6,8 @@ import hashlib
 import os
 import signal
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand, stand
 from tests.chaos.strikes import Operation, Strike, by_trainer_process, draw_strikes, every_strike, recorded
 from tests.chaos.trial import Kill, Trial, draw_kills, play
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -90,21 +90,17 @@ def test_of_two_drivers_on_one_bucket_one_goes_on_the_other_says_who_has_the_run
         names = [name for name in run.tree() if not name.startswith(("lease/", "health", "latest.json"))]
         return {name: hashlib.sha256(run.read(name)).hexdigest() for name in names}
 
-    def until(held: Callable[[], bool], process: Any) -> None:
-        while not held():
-            assert process.poll() is None, log_of("first")
-            time.sleep(0.1)
-
     first = start("first", 1000, ready.state)
     try:
+        told = {"process": first, "evidence": lambda: log_of("first")}
         until(
-            lambda: load_run(store, "two").latest_checkpoint() is not None if run.exists("run.json") else False, first
+            lambda: run.exists("run.json") and load_run(store, "two").latest_checkpoint(), "a first checkpoint", **told
         )
         assert start("refused", 3, elsewhere).wait(120) == 74
         assert f"process {first.pid} on {socket.gethostname()}" in log_of("refused")
         assert not elsewhere.exists(), "nothing was started"
 
-        until(lambda: (load_run(store, "two").latest_checkpoint().policy_version or 0) >= 1, first)
+        until(lambda: (load_run(store, "two").latest_checkpoint().policy_version or 0) >= 1, "a second", **told)
         os.kill(first.pid, signal.SIGSTOP)
         newest = max(load_run(store, "two").checkpoint_versions())
         follows = start("second", newest + 2, elsewhere)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from roundhouse.store.run import Run, open_run, promoted_version
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.tracking.catalogue import meaning_of
 from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -228,7 +229,7 @@ def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
 def _interrupt(told: Story) -> None:
     """Ctrl-C in iteration 2 or later."""
     process = _start(told)
-    _wait(lambda: told.run.is_reported(1), process)
+    until(lambda: told.run.is_reported(1), "two iterations", process=process, seconds=400)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     told.interrupted_code, told.interrupted_output = process.returncode, output
@@ -241,7 +242,8 @@ def _kill_engine_and_run(told: Story) -> None:
     plan = Plan((BEFORE_THE_LAST_REPORT,), told.directory / "struck")
     plan.save(told.directory / "plan.json")
     process = _start(told, plan=told.directory / "plan.json")
-    _wait(lambda: told.run.stage(told.reported_at_interrupt + 1, "refit").reference() is not None, process)
+    refit = told.run.stage(told.reported_at_interrupt + 1, "refit")
+    until(lambda: refit.reference() is not None, "the next refit", process=process, seconds=400)
     told.killed_engines = _kill_engine(told)
     output, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL, output
@@ -308,17 +310,6 @@ def _command(told: Story, *arguments: str, check: bool = True) -> str:
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
-
-
-def _wait(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None:
-            raise AssertionError(f"the run ended early with {process.returncode}:\n{process.communicate()[0]}")
-        if time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"not there after {seconds} s:\n{process.communicate()[0]}")
-        time.sleep(0.1)
 
 
 def _gone(told: Story, seconds: float = 45) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.run import Run, load_run
-from tests.training.service.serving import free_port
+from tests.ports import free_port
+from tests.waiting import until
 
 CHROMIUM = Path("/usr/bin/chromium")
 PAGE_SECONDS = 120_000
@@ -113,7 +114,9 @@ class Served:
 
     def wait(self, flow_run: str, *wanted: str) -> dict[str, Any]:
         """The flow run, once its state is one of those."""
-        until(lambda: self.state(flow_run) in wanted, f"{wanted} of {flow_run}", lambda: self._evidence(flow_run))
+        until(
+            lambda: self.state(flow_run) in wanted, f"{wanted} of {flow_run}", evidence=lambda: self._evidence(flow_run)
+        )
         return self.call("GET", f"flow_runs/{flow_run}")
 
     def processes(self) -> list[psutil.Process]:
@@ -125,17 +128,6 @@ class Served:
     def _evidence(self, flow_run: str) -> str:
         log = self.services.state.log("deployments").read_text()[-6000:]
         return f"{self.call('GET', f'flow_runs/{flow_run}')['state']}\n{log}"
-
-
-def until(
-    condition: Callable[[], bool], what: str, evidence: Callable[[], str] = str, seconds: float = PATIENCE
-) -> float:
-    """Wait for the condition; how long it took."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, f"not within {seconds:g} s: {what}\n{evidence()}"
-        time.sleep(0.2)
-    return time.monotonic() - begun
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from roundhouse.store.stage import StageKind
-from tests.flows.served import Served, until
+from tests.flows.served import Served
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -29,12 +30,12 @@ def test_cancel_ends_a_trainer_that_is_a_process_of_its_own_and_another_flow_run
 ) -> None:
     overrides = ["train.service.kind=process", "evaluation.before_training=false"]
     flow_run = served.start("train", preset="small", run_id="with-trainer", iterations=1000, overrides=overrides)
-    until(lambda: bool(trainers(served)), "a trainer's process", lambda: served._evidence(flow_run))
+    until(lambda: bool(trainers(served)), "a trainer's process", evidence=lambda: served._evidence(flow_run))
     seen = served.processes()
     served.ask(flow_run, type="CANCELLING")
-    until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state", seconds=120)
-    until(lambda: not served.processes(), "the end of all processes", seconds=60)
-    until(lambda: not [each for each in seen if each.is_running()], "the end of each that was seen", seconds=60)
+    until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state")
+    until(lambda: not served.processes(), "the end of all processes")
+    until(lambda: not [each for each in seen if each.is_running()], "the end of each that was seen")
 
     run = served.run("with-trainer")
     begun = max(int(name.split("/")[1]) for name in run.location.tree() if name.startswith("iterations/"))

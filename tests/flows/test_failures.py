@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from roundhouse.store.stage import Reference
 from tasks.health import heartbeat, reporter_of
 from tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("prefect_client")
 
@@ -124,10 +124,7 @@ def test_an_error_is_an_event_of_the_run_in_prefect(make_run: Callable[..., Run]
     EventsWorker.drain_all(timeout=30)
     asked = {"filter": {"event": {"name": [f"roundhouse.failure.planted_{run.uid}"]}}, "limit": 5}
     with get_client(sync_client=True) as client:
-        deadline = time.monotonic() + 30
-        while not (events := client.request("POST", "/events/filter", json=asked).json()["events"]):
-            assert time.monotonic() < deadline, "the event never reached the server"
-            time.sleep(0.1)
+        events = until(lambda: client.request("POST", "/events/filter", json=asked).json()["events"], "the event there")
     assert events[0]["resource"]["prefect.resource.id"] == "roundhouse.run.r"
     assert (events[0]["payload"]["severity"], events[0]["payload"]["message"]) == ("error", "away")
 

@@ -31,8 +31,9 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of
 from tasks import report, stages
-from tests.flows.served import Served, until
+from tests.flows.served import Served
 from tests.query.stores import write_run
+from tests.waiting import until
 
 DIALOG_SECONDS = 300
 """What the page's *Suspend* proposes."""
@@ -204,5 +205,5 @@ def log_of(work: Callable[[], None], last: str) -> list[tuple[str, str]]:
             found = client.read_logs(LogFilter.model_validate({"flow_run_id": {"any_": [ids[0]]}}))
         return [(logging.getLevelName(line.level), line.message) for line in found]
 
-    until(lambda: any(last in line for _, line in told()), "the flow run's log", lambda: str(told()))
+    until(lambda: any(last in line for _, line in told()), "the flow run's log", evidence=lambda: str(told()))
     return told()

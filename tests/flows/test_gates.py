@@ -27,7 +27,8 @@ from roundhouse.stages.cost import raises
 from roundhouse.store.run import Promoted, promoted_version
 from roundhouse.store.stage import read_manifest
 from tasks.options import stage_boundary
-from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served, until
+from tests.flows.served import CHROMIUM, PAGE_SECONDS, Served
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.long,
@@ -118,7 +119,7 @@ def story(served: Served, webhook: tuple[str, list[dict[str, Any]]]) -> Story:
     told.ended = served.wait(flow_run, "COMPLETED", "FAILED", "CRASHED")
     _stall(told)
     wanted = {kind.name for kind in ALERTS}
-    until(lambda: wanted <= set(told.alerts()), "the webhook called for every alert", lambda: str(told.told), 60)
+    until(lambda: wanted <= set(told.alerts()), "the webhook called for every alert", evidence=lambda: str(told.told))
     return told
 
 
@@ -212,7 +213,7 @@ def _approve(told: Story, flow_run: str) -> None:
         found = served.call("POST", "flow_runs/filter", deployments={"id": {"any_": [deployment]}})
         return [each for each in found if each["state"]["type"] == "PAUSED"]
 
-    until(lambda: len(asked()) == 1, "the question in Prefect", lambda: served._evidence(flow_run))
+    until(lambda: len(asked()) == 1, "the question in Prefect", evidence=lambda: served._evidence(flow_run))
     told.questions = asked()
     url = f"{served.services.prefect_ui_url}/runs/flow-run/{told.questions[0]['id']}"
     until(lambda: _inputs(served, told.questions[0]["id"]) >= 2, "the form in Prefect")

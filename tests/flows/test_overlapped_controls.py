@@ -16,7 +16,8 @@ from roundhouse.collection.asynchronous.controller_journal import ControllerJour
 from roundhouse.collection.asynchronous.plan import Plan
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.store.stage import MANIFEST
-from tests.flows.served import Served, until
+from tests.flows.served import Served
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -45,17 +46,16 @@ class Story:
 def story(served: Served) -> Story:
     told = Story(served)
     flow_run = served.start("train", preset="small", run_id=RUN, overrides=LONG)
-    until(lambda: _overlaps(served, 1), "collect 2 under way, 1 trained", lambda: served._evidence(flow_run))
+    until(lambda: _overlaps(served, 1), "collect 2 under way, 1 trained", evidence=lambda: served._evidence(flow_run))
     served.ask(flow_run, type="PAUSED", name="Suspended", state_details={"pause_reschedule": True})
-    until(lambda: not served.processes(), "the end of the paused process", lambda: served._evidence(flow_run))
+    until(lambda: not served.processes(), "the end of the paused process", evidence=lambda: served._evidence(flow_run))
     told.paused = served.call("GET", f"flow_runs/{flow_run}")
     told.complete_in_pause = _complete(served)
     # an iteration that the pause met stands in Prefect as at work, until the run goes on: its own task runs do not
     until(
         lambda: all(name.startswith("iteration-") for name in _at_work(served, "task_runs")),
         "Prefect's record of the end of the task runs, which comes after them",
-        lambda: served._evidence(flow_run),
-        seconds=120,
+        evidence=lambda: served._evidence(flow_run),
     )
 
     served.call("POST", f"flow_runs/{flow_run}/resume")
@@ -63,17 +63,16 @@ def story(served: Served) -> Story:
     until(
         lambda: _overlaps(served, reached + 1),
         "another step, and collecting beside it",
-        lambda: served._evidence(flow_run),
+        evidence=lambda: served._evidence(flow_run),
     )
     processes = served.processes()
     served.ask(flow_run, type="CANCELLING")
-    until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state", seconds=120)
-    until(lambda: not served.processes(), "the end of all processes", seconds=60)
+    until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state")
+    until(lambda: not served.processes(), "the end of all processes")
     told.left_after_cancel = [str(process) for process in processes if process.is_running()]
     until(
         lambda: not _at_work(served, "flow_runs") + _at_work(served, "task_runs"),
         "Prefect's clean-up, which comes every few seconds, and its record of it",
-        seconds=120,
     )
     told.flows_after_cancel = sorted({flow["state"]["type"] for flow in _flow_runs(served)})
     told.tasks_after_cancel = _at_work(served, "task_runs")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.flows.served import Served, until
+from tests.flows.served import Served
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,7 +34,7 @@ def test_a_run_is_started_from_the_form(page: Any, served: Served) -> None:
     page.goto(
         f"{served.services.prefect_ui_url}/deployments/deployment/{deployment}/run", wait_until="domcontentloaded"
     )
-    until(lambda: not _missing(page), "every field", lambda: f"{_missing(page)} of {page.inner_text('body')}")
+    until(lambda: not _missing(page), "every field", evidence=lambda: f"{_missing(page)} of {page.inner_text('body')}")
     if folder := os.environ.get("ROUNDHOUSE_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/run-form.png")
     before = {run["id"] for run in _runs(served, deployment)}

@@ -4,9 +4,7 @@ process is gone."""
 from __future__ import annotations
 
 import re
-import time
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.datasets import TaskDraw, collected_moments, dataset_stage
 from roundhouse.store.run import open_run
 from tests.flows.served import Served
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -57,11 +56,7 @@ def test_planned_flow_runs_keep_their_moment_through_a_retry(form: CollectForm, 
     deployment = served.deployment("collect")["id"]
     wanted = {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
     add_schedule(form, "0 2 * * *")
-    planned: list[dict[str, Any]] = []
-    deadline = time.monotonic() + 120  # the scheduler looks once a minute
-    while not planned and time.monotonic() < deadline:
-        time.sleep(1)
-        planned = served.call("POST", "flow_runs/filter", **wanted)
+    planned = until(lambda: served.call("POST", "flow_runs/filter", **wanted), "the scheduler's look, once a minute")
     assert len(planned) > 1
     assert len({run["expected_start_time"] for run in planned}) == len(planned)
     for run in planned:

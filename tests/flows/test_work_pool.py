@@ -15,7 +15,7 @@ import yaml
 from roundhouse.config.deployments import DeploymentsFile, JobTemplate, read_deployments, read_template
 from roundhouse.errors import ConfigError
 from tests.flows.served import Served
-from tests.training.service.serving import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NIGHTLY = {

@@ -6,11 +6,9 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,18 +17,8 @@ import psutil
 
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.infra.service_specs import REPLICA_PORTS, head_environment
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now, below the kernel's own range."""
-    found: list[int] = []
-    port = 20_000 + int.from_bytes(secrets.token_bytes(2), "big") % 9_000
-    while len(found) < count:
-        port += 1
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                found.append(port)
-    return found
+from tests.ports import free_ports
+from tests.waiting import until
 
 
 @contextlib.contextmanager
@@ -83,23 +71,20 @@ def ray_head() -> Iterator[ServeEndpoint]:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     endpoint = ServeEndpoint(f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{serve}", token)
     try:
-        _wait_until_up(endpoint, head, directory / "head.log")
+        log = directory / "head.log"
+        until(lambda: _is_up(endpoint), "Ray's head", process=head, evidence=lambda: log.read_text()[-2000:])
         yield endpoint
     finally:
         _end(head)
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _wait_until_up(endpoint: ServeEndpoint, head: subprocess.Popen[bytes], log: Path) -> None:
-    headers = {"Authorization": f"Bearer {endpoint.token}"}
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and head.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            reply = httpx.get(f"{endpoint.dashboard_url}/api/serve/applications/", headers=headers, timeout=5)
-            if reply.status_code == 200:
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"Ray's head did not come up: {log.read_text()[-2000:]}")
+def _is_up(endpoint: ServeEndpoint) -> bool:
+    url, headers = f"{endpoint.dashboard_url}/api/serve/applications/", {"Authorization": f"Bearer {endpoint.token}"}
+    try:
+        return httpx.get(url, headers=headers, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _end(head: subprocess.Popen[bytes]) -> None:

@@ -26,6 +26,7 @@ from roundhouse.rollout.plan import RolloutSpec
 from tests.generation import tiny
 from tests.generation.servers import serve, transformers_server
 from tests.gym.playground import Counter, counter_row, rollout_config
+from tests.ports import free_port
 
 CONFIG = GenerationConfig(request_timeout_seconds=5)
 SAMPLING = Sampling(max_new_tokens=4)
@@ -59,9 +60,7 @@ async def test_a_request_that_is_wrong_is_rejected(url):
 
 
 async def test_a_closed_port_is_unreachable():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     async with HttpPolicyClient(f"http://127.0.0.1:{port}", CONFIG) as policy:
         with pytest.raises(EngineUnreachable):
             await policy.complete(tiny.TOOL_MESSAGES, [], SAMPLING, seed=1)

@@ -38,7 +38,7 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import model_location, read_manifest, read_table
 from tests.generation.completions_server import completions_server
 from tests.gym.playground import serving
-from tests.training.service.serving import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 KEY = "a-key-of-the-servers"

@@ -26,6 +26,7 @@ from roundhouse.generation.vllm_engine import preload
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
+from tests.waiting import until
 from tests.weight_sync.ends import file_sender
 
 LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
@@ -254,13 +255,15 @@ def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
 
 def wait_until_all_wait_for(serve: ServeEndpoint, version: int) -> None:
     """The refit raises with the first replica's refusal; the second may not have been told yet."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        found = deployment.RayServeEngine(serve).replicas()
-        if len(found) == 2 and all(r.desired and r.desired["policy_version"] == version and not r.ready for r in found):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{found}")
+    engine = deployment.RayServeEngine(serve)
+
+    def wait() -> bool:
+        found = engine.replicas()
+        return len(found) == 2 and all(
+            each.desired and each.desired["policy_version"] == version and not each.ready for each in found
+        )
+
+    until(wait, "two replicas that wait", evidence=lambda: str(engine.replicas()))
 
 
 def drop_one_tensor(file: Path) -> None:
@@ -301,12 +304,16 @@ def test_replicas_take_a_transfer_as_ranks_of_one_group(
 def test_a_killed_replica_comes_back_at_the_wanted_version(deployed, config, policies, refit):
     before = refit("second", 70)
     os.kill(before[0].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 150
-    while time.monotonic() < deadline:
-        found = deployment.RayServeEngine(deployed).replicas()
-        if len(found) == 2 and before[0].pid not in {r.pid for r in found} and all(r.ready for r in found):
-            break
-        time.sleep(0.5)
+    engine = deployment.RayServeEngine(deployed)
+
+    def replaced() -> Any:
+        found = engine.replicas()
+        whole = (
+            len(found) == 2 and before[0].pid not in {each.pid for each in found} and all(each.ready for each in found)
+        )
+        return found if whole else None
+
+    found = until(replaced, "two replicas, one of them new", evidence=lambda: str(engine.replicas()))
     assert {replica.policy_version for replica in found} == {70}
     for completion in replies(deployed, config, 8):
         assert_agrees(policies["second"], completion)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from roundhouse.generation.deployment import EngineGone, ProcessEngine, engine_a
 from roundhouse.generation.standalone import StandaloneEngine
 from tests.chaos.nursery import Child, Nursery
 from tests.generation import tiny
+from tests.ports import free_port
+from tests.waiting import until
 
 CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})
 MODULE = "roundhouse.generation.standalone"
@@ -51,15 +52,11 @@ def _start(arguments: list[str], environment: dict[str, str], fresh: bool) -> su
 @contextmanager
 def engine_process(*, fresh: bool = False, **environment: str) -> Iterator[str]:
     """URL of an engine in a process of its own: a new interpreter, or one born with its imports (`tests.chaos.nursery`)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = _start(["--port", str(port)], os.environ | environment, fresh)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    url = f"http://127.0.0.1:{port}"
     try:
-        while not _answers(url):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: _answers(url), "an engine that answers", process=process)
         yield url
     finally:
         process.kill()

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,8 @@ from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests.ports import free_port
+from tests.waiting import until
 
 SAMPLING = Sampling(max_new_tokens=1000)
 
@@ -129,10 +130,7 @@ def _status(response: dict[str, Any]) -> float:
 
 async def all_closed(counter: Counter, opened: int) -> None:
     """Each account closed once; the server closes in the background, so give it a moment."""
-    for _ in range(100):
-        if all(account.closed for account in counter.accounts):
-            break
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(until, lambda: all(account.closed for account in counter.accounts), "the end of each")
     assert [account.closed for account in counter.accounts] == [1] * opened
 
 
@@ -288,10 +286,7 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        deadline = time.monotonic() + 20
-        while not server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
+        until(lambda: server.started, "a server that has started")
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -311,22 +306,16 @@ def serving_command(*options: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", *options, "--port", str(port)]
     process = subprocess.Popen(command)
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/").json() == {"status": "ok"}
+        except httpx.TransportError:
+            return False
+
     try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}/").json() == {"status": "ok"}
-                break
-            except httpx.ConnectError:
-                assert time.monotonic() < deadline, "the server did not start"
-                time.sleep(0.05)
+        until(answers, "a resources server that answers", process=process)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -22,11 +22,11 @@ from tests.gym.playground import (
     by_turn,
     calls,
     counter_row,
-    free_port,
     rollout_config,
     says,
     turns_of,
 )
+from tests.ports import free_port
 
 
 def specs_of(tasks: int, group_size: int = 1):

@@ -31,7 +31,6 @@ from tests.gym.playground import (
     calls,
     comparable,
     counter_row,
-    free_port,
     rollout_config,
     says,
     serving,
@@ -39,6 +38,7 @@ from tests.gym.playground import (
     spec_of,
     turns_of,
 )
+from tests.ports import free_port
 
 RESPONSE = response_object("resp_1", [], model="policy", created_at=0.0)
 

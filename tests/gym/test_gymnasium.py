@@ -33,13 +33,13 @@ from tests.gym.playground import (
     by_turn,
     calls,
     comparable,
-    free_port,
     rollout_config,
     says,
     serving,
     spec_of,
 )
 from tests.gym.worlds import Mountain, climb_row
+from tests.ports import free_port
 
 
 async def play(*replies: Reply, row: TaskRow | None = None, world: Mountain | None = None, **config: Any) -> Rollout:

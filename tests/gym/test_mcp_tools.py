@@ -31,13 +31,13 @@ from tests.gym.playground import (
     by_turn,
     calls,
     counter_row,
-    free_port,
     rollout_config,
     says,
     serving,
     serving_counter,
     spec_of,
 )
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")

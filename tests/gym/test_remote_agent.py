@@ -32,12 +32,12 @@ from tests.gym.playground import (
     ScriptedPolicy,
     by_turn,
     counter_row,
-    free_port,
     rollout_config,
     says,
     serving,
     spec_of,
 )
+from tests.ports import free_port
 
 NOBODY = ScriptedPolicy(by_turn(says("the collector's policy is not asked")))
 

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from roundhouse.infra.processes import Child, Children
+from tests.waiting import until
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -36,13 +35,6 @@ time.sleep(600)
 
 def python(children: Children, name: str, code: str) -> Child:
     return children.start(name, [sys.executable, "-c", code], Path.cwd(), dict(os.environ))
-
-
-def until(holds: Callable[[], object], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come to be"
-        time.sleep(0.02)
 
 
 def numbers(log: Path) -> list[int]:

@@ -15,7 +15,8 @@ from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
 from roundhouse.compat.nemo_gym.servers.start import GymServers, StartOptions
 from roundhouse.errors import InfraError
-from tests.gym.playground import free_port, serving_counter
+from tests.gym.playground import serving_counter
+from tests.ports import free_port
 
 ANSWERS = """
 import http.server, os

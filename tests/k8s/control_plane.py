@@ -6,24 +6,23 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import os
 import shutil
-import socket
 import ssl
 import subprocess
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from tests.ports import free_ports, listens
+from tests.waiting import until
+
 TOKENS = {"admin": "admin-of-the-test", "flow": "flow-of-the-test"}
-START_SECONDS = 120.0
 
 
 @dataclass
@@ -71,21 +70,25 @@ class ControlPlane:
         self.processes[name] = subprocess.Popen(self.commands[name], stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
-        _until(lambda: self._get("/readyz") == "ok", "kube-apiserver", self.directory)
+        told = {"process": self.processes["kube-apiserver"], "evidence": lambda: _logs(self.directory)}
+        until(lambda: "ok" in self._get("/readyz"), "kube-apiserver", **told)
         # what the first writes need
-        _until(lambda: "default" in self._get("/api/v1/namespaces/default"), "namespace default", self.directory)
+        until(lambda: "default" in self._get("/api/v1/namespaces/default"), "namespace default", **told)
 
     def _get(self, path: str) -> str:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {TOKENS['admin']}"})
-        with urllib.request.urlopen(request, timeout=5, context=self.tls()) as answer:
-            return str(answer.read().decode())
+        try:
+            with urllib.request.urlopen(request, timeout=5, context=self.tls()) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
 
 
 @contextmanager
 def control_plane(assets: Path, directory: Path) -> Iterator[ControlPlane]:
     """Start it from the binaries in `assets`, and end it."""
     _certificates(directory)
-    etcd, peer, port, secure = _free_port(), _free_port(), _free_port(), _free_port()
+    etcd, peer, port, secure = free_ports(4)
     url = f"https://127.0.0.1:{port}"
     (directory / "tokens.csv").write_text(
         f'{TOKENS["admin"]},admin,admin,"system:masters"\n{TOKENS["flow"]},flow,flow,"flows"\n'
@@ -119,7 +122,7 @@ def control_plane(assets: Path, directory: Path) -> Iterator[ControlPlane]:
     ]
     try:
         plane.start("etcd")
-        _until(lambda: _listens(etcd), "etcd", directory)
+        until(lambda: listens(etcd), "etcd", process=plane.processes["etcd"], evidence=lambda: _logs(directory))
         plane.start("kube-apiserver")
         plane.wait_until_ready()
         if plane.has_controllers:
@@ -156,26 +159,8 @@ def _binary(assets: Path, name: str) -> str:
     return str(beside) if beside.exists() else shutil.which(name) or name
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _listens(port: int) -> bool:
-    with socket.create_connection(("127.0.0.1", port), 1):
-        return True
-
-
-def _until(ready: Callable[[], bool], what: str, directory: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        with suppress(OSError):
-            if ready():
-                return
-        time.sleep(0.1)
-    logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in directory.glob("*.log"))
-    raise TimeoutError(f"{what} is not up after {START_SECONDS:g} s ({datetime.datetime.now():%H:%M:%S})\n{logs}")
+def _logs(directory: Path) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in directory.glob("*.log"))
 
 
 def assets() -> Path | None:

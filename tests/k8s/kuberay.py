@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,7 @@ from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.weight_sync.replica_state import application_digest
 from tests.k8s.validation import CRDS, crd_of
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -234,11 +235,4 @@ def install_crd(admin: Cluster) -> None:
 
     if not known():
         admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
-        until(known, 60)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within its time"
-        time.sleep(0.02)
+        until(known, "the definition of RayServices")

@@ -9,7 +9,6 @@ and priority classes, and for a run a volume: a default storage class, or a Pers
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,11 +118,3 @@ def fresh_namespace(image: str) -> Iterator[Nodes]:
     finally:
         cluster.delete(f"/api/v1/namespaces/{nodes.namespace}", propagation="Background")
         cluster.close()
-
-
-def until(true: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
-        time.sleep(0.2)
-    return found

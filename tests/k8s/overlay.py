@@ -18,8 +18,9 @@ import yaml
 
 from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.environments import load
-from tests.k8s.nodes import ROLES, Nodes, fresh_namespace, images, until
+from tests.k8s.nodes import ROLES, Nodes, fresh_namespace, images
 from tests.k8s.validation import ROOT
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -81,7 +82,9 @@ class Deployed:
 
     def end(self, job: str, seconds: float = RUN_SECONDS) -> str:
         """Wait until a Job is over; what its last pod said. Fails the test when the Job failed."""
-        conditions = until(lambda: {"Complete", "Failed"} & set(self.conditions(job)), f"end of Job {job}", seconds)
+        conditions = until(
+            lambda: {"Complete", "Failed"} & set(self.conditions(job)), f"end of Job {job}", seconds=seconds
+        )
         log = self.nodes.log(self.pods(job)[-1]["metadata"]["name"])
         assert "Complete" in conditions, f"{self.conditions(job)}\n{log[-6000:]}"
         return log

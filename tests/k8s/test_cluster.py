@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay
+from tests.waiting import until
 
 Object = dict[str, Any]
 

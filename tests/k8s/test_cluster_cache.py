@@ -25,8 +25,9 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
-from tests.k8s.nodes import Nodes, fresh_namespace, images, until
+from tests.k8s.nodes import Nodes, fresh_namespace, images
 from tests.stages.test_train import make_run, sequences
+from tests.waiting import until
 
 Object = dict[str, Any]
 

@@ -21,8 +21,8 @@ from urllib3.exceptions import HTTPError
 
 from roundhouse.collection.collector import FLUSH_SECONDS
 from roundhouse.infra.kubernetes.cluster import ApiRefused
-from tests.k8s.nodes import until
 from tests.k8s.overlay import Deployed, deployed_overlay
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -50,7 +50,9 @@ class Drill:
     """Of the flow."""
 
     def flow_pod(self) -> str:
-        return str(until(lambda: self.deployed.pods(self.job), "the flow's pod", SECONDS)[-1]["metadata"]["name"])
+        return str(
+            until(lambda: self.deployed.pods(self.job), "the flow's pod", seconds=SECONDS)[-1]["metadata"]["name"]
+        )
 
     def finished(self) -> int | None:
         """Rollouts of the collection that is under way, by the flow's metrics; None where there is none."""
@@ -64,7 +66,7 @@ class Drill:
 
     def in_collection(self) -> int:
         """Wait until a collection is under way and has had the time to write rollouts down; how many are finished."""
-        until(lambda: self.finished() or None, "a collection under way", SECONDS)
+        until(lambda: self.finished() or None, "a collection under way", seconds=SECONDS)
         time.sleep(FLUSH_SECONDS + 1)
         finished = self.finished() or 0
         assert 0 < finished < ROLLOUTS, "in its middle"
@@ -72,7 +74,7 @@ class Drill:
 
     def in_training(self) -> str:
         """Wait until a trainer's pod runs; its name."""
-        return str(until(lambda: self.pod_of("trainer"), "a trainer's pod", SECONDS))
+        return str(until(lambda: self.pod_of("trainer"), "a trainer's pod", seconds=SECONDS))
 
     def shard(self, label: str) -> str:
         """The pod that works on a shard, once it has told of finished rollouts; its name."""
@@ -81,7 +83,7 @@ class Drill:
             pod = self.pod_of("collector", f",roundhouse/shard={label}")
             return pod if pod is not None and re.search(r": [1-9]\d* of", self.deployed.nodes.log(pod)) else None
 
-        return str(until(at_work, f"a pod of {label} that has finished rollouts", SECONDS))
+        return str(until(at_work, f"a pod of {label} that has finished rollouts", seconds=SECONDS))
 
     def pod_of(self, component: str, more: str = "") -> str | None:
         selector = f"app.kubernetes.io/component={component}{more}"
@@ -191,7 +193,7 @@ def test_an_engine_that_is_lost_costs_its_start_and_the_rollouts_in_flight(deplo
 
 
 def test_a_gym_server_that_is_lost_costs_the_episodes_in_flight(deployed: Deployed, policy: Object) -> None:
-    until(lambda: deployed.running("gym"), "the gym server", SECONDS)
+    until(lambda: deployed.running("gym"), "the gym server", seconds=SECONDS)
     under = drill(deployed, "gym", policy, environment=deployed.gym_environment())
     lost, lost_at = lose_in_collection(under, "gym")
     told = under.end()
@@ -265,7 +267,7 @@ def test_a_drained_node_costs_the_unfinished_part_of_one_stage(deployed: Deploye
         until(
             lambda: not in_use & {pod["metadata"]["name"] for pod in deployed.nodes.found("pods") if running(pod)},
             "drained",
-            300,
+            seconds=300,
         )
         print(f"{len(in_use)} pods gone after {time.time() - lost_at:.0f} s")
     finally:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from roundhouse.errors import ConfigError, DataError, InfraError
-from tests.k8s.nodes import Command, Nodes, fresh_namespace, images, until
+from tests.k8s.nodes import Command, Nodes, fresh_namespace, images
+from tests.waiting import until
 
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
 

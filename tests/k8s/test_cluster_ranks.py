@@ -26,10 +26,11 @@ from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.run import Run, open_run
-from tests.k8s.nodes import Nodes, until
+from tests.k8s.nodes import Nodes
 from tests.k8s.test_cluster_cache import bucket  # noqa: F401 - a fixture
 from tests.k8s.test_cluster_jobs import nodes  # noqa: F401 - a fixture
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
+from tests.waiting import until
 
 Object = dict[str, Any]
 Bucket = tuple[str, dict[str, str]]
@@ -112,8 +113,8 @@ class Ranks:
 
     def gone(self) -> None:
         """Wait until none is under way; a Job that failed stays for its time to live, with its pods' logs."""
-        until(lambda: not any(map(is_under_way, self.jobs())), "no Job of ranks under way", SECONDS)
-        until(lambda: not self.running(), "no pod of ranks", SECONDS)
+        until(lambda: not any(map(is_under_way, self.jobs())), "no Job of ranks under way", seconds=SECONDS)
+        until(lambda: not self.running(), "no pod of ranks", seconds=SECONDS)
 
 
 @pytest.fixture

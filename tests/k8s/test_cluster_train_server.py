@@ -26,13 +26,14 @@ from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
 from roundhouse.store.run import Run, open_run
-from tests.k8s.nodes import Nodes, until
+from tests.k8s.nodes import Nodes
 from tests.k8s.test_cluster_cache import answers, bucket  # noqa: F401 - a fixture
 from tests.k8s.test_cluster_jobs import nodes  # noqa: F401 - a fixture
 from tests.k8s.test_cluster_ranks import PODS as RANKS
 from tests.k8s.test_cluster_ranks import Bucket, expected, own_connections  # noqa: F401 - fixtures
 from tests.k8s.validation import ROOT
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -121,7 +122,7 @@ class Server:
                     return str(pod["metadata"]["name"])
             return None
 
-        return str(until(found, "a train server that is ready", SECONDS))
+        return str(until(found, "a train server that is ready", seconds=SECONDS))
 
     def inside(self, pod: str, program: str) -> str:
         """What a program in its container prints."""
@@ -142,7 +143,7 @@ class Server:
 
     def delete(self) -> None:
         self.nodes.cluster.delete(f"{self.nodes.path('deployments')}/{NAME}", propagation="Background")
-        until(lambda: not self.pods(), "no pod of the server", SECONDS)
+        until(lambda: not self.pods(), "no pod of the server", seconds=SECONDS)
 
 
 @pytest.fixture

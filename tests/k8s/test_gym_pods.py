@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +54,8 @@ from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
 from tests.k8s.test_shard_jobs import may
 from tests.k8s.validation import ROOT, pod_specs, problems, unrestricted
+from tests.ports import free_ports, listens
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -61,22 +63,6 @@ SECRET = "sesame-of-the-judge"
 NAMES = {HEAD, "calc", "calc_agent", "policy_model"}
 PODS = {"cpu": "100m", "memory": "64Mi", "scratch": "1Gi"}
 TASKS = 2
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def until(true: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
-    return found
 
 
 def settings(tmp_path: Path, namespace: str = "roundhouse", engine: str = "http://engine:9000", **given: Any) -> Object:
@@ -279,11 +265,6 @@ def test_no_rollout_is_asked_for_before_every_server_answers(
     assert entered.wait(60)
     leave.set()
     thread.join(60)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------

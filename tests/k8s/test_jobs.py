@@ -15,15 +15,9 @@ from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.fault_proxy import EXPIRED, Fault
 from tests.k8s.stand import Stand
+from tests.waiting import until
 
 Object = dict[str, Any]
-
-
-def until(true: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
 
 
 def running(stand: Stand, count: int = 1) -> bool:

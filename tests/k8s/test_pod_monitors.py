@@ -17,9 +17,9 @@ from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from tests.k8s.control_plane import ControlPlane
-from tests.k8s.kuberay import until
 from tests.k8s.stand import cluster_of
 from tests.k8s.validation import OVERLAYS, POD_MONITOR_GROUP, ROOT, crd_of, problems, rendered, rendered_at
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -180,7 +180,7 @@ def test_a_real_api_server_takes_the_monitors_by_the_definition_that_is_used_off
 
     if not known():
         admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("PodMonitor"))
-        until(known, 60)
+        until(known, "the definition of PodMonitors")
     for item in yaml.safe_load_all((ROOT / "k8s/components/pod-monitors/monitors.yaml").read_text()):
         admin.create(path, item, dry_run=True)
         with pytest.raises(ApiRefused, match="unknown field"):

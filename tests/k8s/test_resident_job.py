@@ -26,11 +26,11 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import open_service, train_iteration
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from tests.infra.test_children import until
 from tests.k8s.stand import Stand
 from tests.k8s.test_train_job import cluster_run
 from tests.launch.program import Does
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
+from tests.waiting import until
 
 
 def resident_run(stand: Stand, store: str, tmp_path: Path, patch: pytest.MonkeyPatch, **trainer: Any) -> Run:

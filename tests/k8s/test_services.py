@@ -23,7 +23,9 @@ import yaml
 
 from tests.k8s.test_manifests import with_kubectl
 from tests.k8s.validation import OVERLAYS, ROOT, pod_specs, problems, rendered_at, unrestricted
-from tests.postgres import database, free_port, tables, until
+from tests.ports import free_port
+from tests.postgres import database, tables
+from tests.waiting import until
 
 Object = dict[str, Any]
 

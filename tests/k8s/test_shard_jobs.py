@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,13 @@ from tests.stages.test_interrupted_collect import (
     recorded_seeds,
 )
 from tests.stages.test_interrupted_collect import engine as engine
+from tests.waiting import until
 
 Object = dict[str, Any]
 
 PODS = {"cpu": "100m", "memory": "64Mi", "scratch": "1Gi"}
 ENGINE = "http://roundhouse-engine:9000"
 """As a pod would call it; the tests hand the real address to the stage."""
-
-
-def until(true: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
 
 
 def settings(namespace: str, store: str, shards: int, **collector: Any) -> Object:

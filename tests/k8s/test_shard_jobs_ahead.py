@@ -25,9 +25,10 @@ from tests.asynchrony.test_rolling_shards import Collecting, Lane, VersionedEngi
 from tests.asynchrony.test_rolling_shards import engine as engine
 from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
-from tests.k8s.test_shard_jobs import settings, shard_of, until
+from tests.k8s.test_shard_jobs import settings, shard_of
 from tests.stages.test_distributed import TASKS
 from tests.stages.test_interrupted_collect import CALLS, GROUP
+from tests.waiting import until
 
 Object = dict[str, Any]
 

@@ -29,6 +29,7 @@ from tests.k8s.stand import Stand, cluster_of, real_stand
 from tests.k8s.test_flow_job import end
 from tests.k8s.test_manifests import _dry_run, with_kubectl
 from tests.k8s.validation import pod_specs, problems, rendered_at, unrestricted
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -217,7 +218,7 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
     """Deployed, asked for, made by the worker as service account roundhouse-worker, ended by the pod's own command."""
     from flows.work_pool import deploy
     from roundhouse.config.deployments import read_deployments
-    from tests.flows.served import serving, until
+    from tests.flows.served import serving
 
     (tmp_path / "served").mkdir()
     with real_stand(plane) as stand, serving(tmp_path / "served") as served:

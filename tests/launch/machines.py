@@ -18,7 +18,7 @@ from roundhouse.launch.ray_actors import PlacedSpec
 from roundhouse.launch.subprocesses import SubprocessLauncher
 from roundhouse.store.location import Location
 from roundhouse.training.service.job_entry import exit_code, read_error
-from tests.training.service.serving import free_port
+from tests.ports import free_port
 
 MACHINES = 2
 CLONE_NEWNS = 0x00020000

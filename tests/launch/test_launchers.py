@@ -26,8 +26,8 @@ from roundhouse.stages import train
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import REPORT
-from tests.infra.test_children import until
 from tests.launch.program import Does
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

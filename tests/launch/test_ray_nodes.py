@@ -24,12 +24,12 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import open_service, train_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import REPORT
-from tests.infra.test_children import until
 from tests.launch.test_launchers import of_programs, program
 from tests.ray_nodes import two_ray_nodes
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
 from tests.training.service.test_engine import loss_batch
 from tests.training.tiny import make_model
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from tests.stages.test_interrupted_collect import (
     recorded_seeds,
     settings,
 )
+from tests.waiting import until
 
 TASKS, SAMPLES = 3, 5
 """More than the rollouts of a task, so that no limit of these is taken for theirs."""
@@ -179,11 +179,11 @@ def test_a_kill_amid_the_branches_costs_no_finished_turn_and_leaves_no_trace_in_
     command = [sys.executable, "-c", COLLECTING, json.dumps(tree(f"{tmp_path}/killed")), engine.url]
     process, stage = subprocess.Popen(command, env=os.environ), run.stage(1, "collect")
     try:
-        deadline = time.monotonic() + 120
-        while len(engine.answered) < after or not set(engine.answered) <= recorded_seeds(stage.location):
-            assert time.monotonic() < deadline, "not written down in time"
-            assert process.poll() is None, "the process ended by itself"
-            time.sleep(0.05)
+        until(
+            lambda: len(engine.answered) >= after and set(engine.answered) <= recorded_seeds(stage.location),
+            f"{after} answers, written down",
+            process=process,
+        )
     finally:
         process.kill()
         process.wait()

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from roundhouse.trajectories.schemas import rollouts_table, summaries_from_table
 from tests.stages.test_interrupted_collect import CALLS, COLLECTING, GROUP, GuessingEngine, dataset, recorded_seeds
 from tests.stages.test_interrupted_collect import engine as engine
 from tests.stages.test_interrupted_collect import settings as guessing
+from tests.waiting import until
 
 TASKS = 5
 
@@ -66,13 +65,6 @@ def begun(store: str, shards: int, **rollout: Any) -> tuple[Run, Reference]:
 def sequences_digest(run: Run, rollouts: Reference) -> str:
     validated = read_manifest(validate_iteration(run, 1, rollouts, 256))
     return next(entry.sha256 for entry in validated.files if entry.path.startswith("sequences-"))
-
-
-def until(true: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.05)
 
 
 def workers() -> dict[str, int]:

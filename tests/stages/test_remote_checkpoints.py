@@ -32,8 +32,10 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.protocol import StoreCheckpoint
+from tests.ports import free_port
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
-from tests.training.service.serving import free_port, train_server
+from tests.training.service.serving import train_server
+from tests.waiting import until
 
 MIB = 2**20
 
@@ -69,11 +71,7 @@ def server_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [str(Path(sys.executable).with_name("roundhouse")), "train-server", "--device", "cpu", "--threads", "1"]
     process = subprocess.Popen([*command, "--port", str(port)])
     try:
-        deadline = time.monotonic() + 60
-        while not _answers(port):
-            assert process.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.05)
+        until(lambda: _answers(port), "a train server that answers", process=process)
         yield process
     finally:
         process.kill()

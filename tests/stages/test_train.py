@@ -35,7 +35,8 @@ from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
 from roundhouse.trajectories.schemas import SEQUENCES
 from roundhouse.weight_sync.transfer import Sender
-from tests.training.service.serving import free_port, listening, make_service, train_server
+from tests.ports import free_port
+from tests.training.service.serving import listening, make_service, train_server
 from tests.weight_sync.ends import offer_to
 
 

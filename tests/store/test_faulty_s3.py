@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 
@@ -19,6 +17,8 @@ from roundhouse.store.location import AlreadyExists, Location
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_file, read_manifest
 from roundhouse.store.verification import verify
+from tests.ports import free_port
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -26,14 +26,12 @@ def faulty_store(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     """A store behind the proxy, and the URL that tells which faults were made."""
     bucket = f"rh-{uuid.uuid4().hex[:12]}"
     s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--upstream", s3_server, "--port", str(port), "--rate", "0.2", "--seed", "3", "--slow-seconds", "0.2"]
     process = subprocess.Popen([sys.executable, "-m", "tests.chaos.faulty_s3", *options], env=dict(os.environ))
     told = f"http://127.0.0.1:{port}/rh/faults"
     try:
-        _wait_for(told)
+        until(lambda: _answers(told), "the faulty endpoint", process=process)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         s3fs.S3FileSystem.clear_instance_cache()
         yield f"s3://{bucket}/store", told
@@ -43,15 +41,12 @@ def faulty_store(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
         process.wait()
 
 
-def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            httpx.get(url, timeout=1)
-            return
-        except httpx.HTTPError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+def _answers(url: str) -> bool:
+    try:
+        httpx.get(url, timeout=1)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 def test_what_was_committed_is_whole_and_every_writer_learns_what_it_did(faulty_store: tuple[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import uvicorn
+
+from tests.ports import free_port
 
 Faults = Callable[[str], str]
 """For the path of a request: `""` (it is answered), `hang`, `500`, `garbage` or `die` (until it is started again)."""
@@ -26,9 +27,7 @@ class FaultyServer:
         self.refused = threading.Event()
         """Set once a request was not answered as it should be."""
         self._released = threading.Event()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
 from roundhouse.tracking.traces import UID_TAG
 from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker
 from tasks import report as tasks
+from tests.ports import free_port
 from tests.stages.test_promotion import evaluated
 from tests.tracking.served import FaultyServer, faulty_server
 
@@ -83,16 +83,10 @@ def logged(run: Run) -> list[int]:
     return steps
 
 
-def nobody_listens() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 def test_a_server_that_never_comes_up_costs_a_warning_with_the_command_that_makes_up_for_it(
     tmp_path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    run = a_run(tmp_path, nobody_listens())
+    run = a_run(tmp_path, f"http://127.0.0.1:{free_port()}")
     tracker = tracked(run)
     for number in (0, 1):
         iteration(run, number)

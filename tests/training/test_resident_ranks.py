@@ -40,8 +40,8 @@ from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.job_entry import ADDRESS_VARIABLE
 from roundhouse.training.service.verbs import LossBatch, Role, TrainService
 from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, iterate, tensor_digests, weight_files
+from tests.ports import free_port
 from tests.stages.test_distributed import is_alive
-from tests.training.service.serving import free_port
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_ranks import distance
 from tests.training.tiny import sequences

@@ -1,6 +1,5 @@
 """What a person sees and does in the viewer, in a real browser. That nothing a rollout says runs is checked after each test."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from roundhouse.view.catalog import Scope
 from roundhouse.view.server import export_page
 from tests.query.stores import HOSTILE, write_run
 from tests.view.conftest import SLOWER, viewing
+from tests.waiting import until
 
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -329,11 +329,13 @@ def test_a_dataset_stands_beside_the_runs_with_its_nights_for_iterations(page: A
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("span.iteration:text('20261121T020000Z-v000000')")
     where = page.locator(".where:has-text('datasets/nightly · 20261121T020000Z-v000000')")
-    deadline = time.monotonic() + 20
-    while not where.count():  # a click that came before the version's rows opened one of the version before
-        assert time.monotonic() < deadline
+
+    def opened() -> bool:  # a click that came before the version's rows opened one of the version before
         page.click(".rows .row[data-rollout] >> nth=0")
         page.wait_for_timeout(300)
+        return bool(where.count())
+
+    until(opened, "a rollout of the version")
     page.click("button.all")
     page.wait_for_selector("span.iteration:text('all versions')")
     wait_for_rows(page, 16)

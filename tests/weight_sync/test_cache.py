@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from roundhouse.weight_sync.cache import NodeCache, private_directory
+from tests.waiting import until
 
 
 def slowly(directory: str, seconds: float, key: str = "k") -> None:
@@ -41,10 +42,7 @@ def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path
 def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path) -> None:
     maker = multiprocessing.get_context("spawn").Process(target=slowly, args=(str(tmp_path), 60))
     maker.start()
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob(".k.partial-*/by-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: list(tmp_path.glob(".k.partial-*/by-*")), "a download that has begun")
     assert maker.pid is not None
     os.kill(maker.pid, signal.SIGKILL)
     maker.join(30)

@@ -38,7 +38,8 @@ from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.trajectories.records import Status
 from tests.gym.model_server.fake_engine import FakeEngine
-from tests.gym.playground import free_port, serving
+from tests.gym.playground import serving
+from tests.ports import free_port
 
 Answer = Callable[[Row], Any]
 

@@ -16,7 +16,8 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, TaskRow, Verdict, final_text
 from roundhouse.errors import ConfigError, DataError
-from tests.gym.playground import Counter, free_port, serving
+from tests.gym.playground import Counter, serving
+from tests.ports import free_port
 
 AGENT = {"type": "responses_api_agents", "name": "math"}
 

@@ -10,7 +10,8 @@ import httpx
 
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, serving
-from tests.gym.playground import free_port
+from tests.ports import free_port
+from tests.waiting import until
 
 BODY = {"input": "x"}
 
@@ -102,18 +103,11 @@ def test_a_health_check_takes_an_engine_out_before_a_call_meets_it(served: Serve
     client = served(ill, FakeEngine(), health_check_seconds=0.05)
     client.get("/")
     ill.healthy = False
-    for _ in range(100):
-        if states(client) == ["out", "in"]:
-            break
-        time.sleep(0.05)
+    until(lambda: states(client) == ["out", "in"], "a look at the ill engine")
     assert client.post("/v1/responses", json=BODY).status_code == 200
     assert ill.requests == []
     ill.healthy = True
-    for _ in range(100):
-        if states(client) == ["in", "in"]:
-            break
-        time.sleep(0.05)
-    assert states(client) == ["in", "in"]
+    until(lambda: states(client) == ["in", "in"], "a look at the engine that is well again")
 
 
 def test_calls_that_wait_for_an_engine_that_hangs_go_to_another_one(served: Served):

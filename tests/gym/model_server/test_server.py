@@ -16,6 +16,7 @@ from roundhouse.config.gym_servers import ModelServerConfig
 from tests.gym.model_server.conftest import Served
 from tests.gym.model_server.fake_engine import FakeEngine, call, prompt_of, say
 from tests.gym.model_server.test_dialects import events
+from tests.waiting import until
 
 TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -209,10 +210,7 @@ def test_a_caller_that_leaves_frees_the_engine(served: Served):
     client = served(engine)
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/responses", json={"input": "x"}, timeout=0.3)
-    for _ in range(100):
-        if engine.cancelled:
-            break
-        time.sleep(0.05)
+    until(lambda: engine.cancelled, "the end of the engine's work")
     assert engine.cancelled == 1
     assert client.get("/health").json()["engines"][0]["in_flight"] == 0
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,10 @@ from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.retry import Backoff
 from tests.gym.nemo.models import FakeModelServer, serving_model
-from tests.gym.playground import Counter, Script, by_turn, calls, counter_row, free_port, says, serving
+from tests.gym.playground import Counter, Script, by_turn, calls, counter_row, says, serving
 from tests.gym.worlds import Mountain, climb_row
+from tests.ports import free_port
+from tests.waiting import until
 
 TWO_TURNS = by_turn(calls(("add", {"n": 3}), ("add", {"n": 4})), says("It is 7."))
 COOKIE = "RoundhouseAgent___agent"
@@ -66,9 +67,7 @@ def stage(
 
 def closed(sessions: list[Any]) -> bool:
     """All were closed, each once. The server closes after it has answered."""
-    deadline = time.monotonic() + 5
-    while any(session.closed == 0 for session in sessions) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: all(session.closed for session in sessions), "the end of every session")
     return bool(sessions) and all(session.closed == 1 for session in sessions)
 
 

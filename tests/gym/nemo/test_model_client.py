@@ -17,7 +17,8 @@ from roundhouse.generation.protocol import (
 )
 from roundhouse.retry import Backoff
 from tests.gym.nemo.models import serving_model
-from tests.gym.playground import by_turn, calls, free_port, says
+from tests.gym.playground import by_turn, calls, says
+from tests.ports import free_port
 
 UNLIMITED = Sampling(max_new_tokens=UNLIMITED_TOKENS)
 QUESTION = {"role": "user", "content": "Add."}

@@ -33,6 +33,7 @@ from tests.gym.collecting import collect
 from tests.gym.model_server.fake_engine import FakeEngine
 from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, serving
+from tests.waiting import until
 
 TWO_AGENTS = f"""{CALCULATOR}
 other_agent:
@@ -103,10 +104,7 @@ def test_the_servers_of_a_run_play_its_rows_survive_a_dead_one_and_end_with_it(t
         assert later["other_agent"]["pid"] != servers["other_agent"]["pid"]
         assert later["calc"]["pid"] == servers["calc"]["pid"], "only the dead one was started again"
     assert HEAD_VARIABLE not in os.environ
-    until = time.monotonic() + 20
-    while any(psutil.pid_exists(one["pid"]) for one in later.values()) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not [name for name, one in later.items() if psutil.pid_exists(one["pid"])]
+    until(lambda: not any(psutil.pid_exists(one["pid"]) for one in later.values()), "the end of every server")
 
 
 async def test_without_its_servers_a_rollout_fails_with_the_remedy(tmp_path: Path) -> None:

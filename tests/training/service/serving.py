@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.http.asgi import token_digest
 from roundhouse.training.service.served import ServedTrainEngine
 from roundhouse.training.service.server import Service, build_app
-
-
-def free_port() -> int:
-    """For a server that is to come back at its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.waiting import until
 
 
 @contextmanager
@@ -34,9 +27,7 @@ def listening(app: FastAPI, port: int = 0) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
-        deadline = time.monotonic() + 20
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: server.started, "a server that has started")
         try:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:

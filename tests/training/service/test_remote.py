@@ -20,7 +20,8 @@ from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.server import require_token_beyond_loopback
 from roundhouse.training.trainer import Trainer
-from tests.training.service.serving import free_port, train_server
+from tests.ports import free_port
+from tests.training.service.serving import train_server
 from tests.training.tiny import make_model, record, sequences
 
 CONFIG = TrainConfig(
