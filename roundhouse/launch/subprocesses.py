@@ -29,13 +29,19 @@ import psutil
 from roundhouse.activity import ACTIVITY
 from roundhouse.cpu import ProgramCpu
 from roundhouse.errors import InfraError, RoundhouseError
-from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import processes
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
 from roundhouse.store.location import Location
 from roundhouse.store.process_identity import boot_id
 from roundhouse.store.run import Run
-from roundhouse.training.service.job_entry import SPEC, error_of, read_error, torchrun_of_machine
+from roundhouse.training.service.job_entry import (
+    RANKS_MEET_BY_FILE,
+    SPEC,
+    error_of,
+    read_error,
+    torchrun,
+    torchrun_of_machine,
+)
 
 _LAST_LINES = 12
 _FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+)", re.MULTILINE)
@@ -46,8 +52,6 @@ _TREE_SECONDS = 0.5
 _REAP_SECONDS = 0.05
 ENDING_SECONDS = 5.0
 """Grace period in which a process that was asked to end stores what it has."""
-RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""torchrun opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
 
 class SubprocessLauncher(Launcher):
@@ -75,7 +79,7 @@ class SubprocessLauncher(Launcher):
             group = program.group
             ranks = torchrun_of_machine(group.machine, group.machines, program.ranks, group.address, group.port)
         elif program.ranks > 1:
-            ranks, environment = torchrun(program.ranks, scratch / "meeting"), RANKS_MEET_BY_FILE | environment
+            ranks, environment = torchrun(program.ranks, str(scratch / "meeting")), RANKS_MEET_BY_FILE | environment
         if program.stays:  # it is ended by a signal, and what it leaves goes with the launcher
             environment = {"TMPDIR": str(scratch)} | environment
         spec = f"{program.place.uri}/{SPEC}"
@@ -142,13 +146,6 @@ def _error_of_ranks(process: ChildProcess, program: Program, code: int) -> Round
     return InfraError(
         f"{of} was killed by signal {-ended}{'' if told is None else f'. Another rank then said: {told}'}"
     )
-
-
-def torchrun(ranks: int, meeting: Path) -> list[str]:
-    """Arguments of this interpreter that start the ranks of one machine, with the environment of `RANKS_MEET_BY_FILE`."""
-    by_file = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file"]
-    here = ["--rdzv-id", "program", "--nnodes", "1", "--nproc-per-node", str(ranks), "--local-addr", LOOPBACK]
-    return ["-m", "torch.distributed.run", *by_file, *here]
 
 
 @dataclass(frozen=True)

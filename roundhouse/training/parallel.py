@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -250,7 +251,8 @@ def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         if not is_loopback(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             distributed.init_process_group(backend, timeout=timeout)  # with torch's own store of keys, or torchrun's
-        else:  # all ranks are on this machine, and torch's own store would listen on every interface
+        else:  # all ranks are on this machine: gloo would listen at the address of its name, torch's own store everywhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
             listening = None if ranks.rank else socket.create_server((address, port)).detach()
             store = distributed.TCPStore(
                 address, port, ranks.size, is_master=ranks.leads, timeout=timeout, master_listen_fd=listening

@@ -19,6 +19,7 @@ from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob, gym_secret
 from roundhouse.store.location import Location
+from roundhouse.training.service.job_entry import RANKS_MEET_BY_FILE, torchrun
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import install_crd
 from tests.k8s.stand import cluster_of
@@ -63,6 +64,17 @@ def train_manifests(**trainer: Any) -> list[Object]:
     owner = plan.run_object() | {}
     owner = {**owner, "metadata": owner["metadata"] | {"uid": "11111111-1111-1111-1111-111111111111"}}
     return [plan.run_object(), *filter(None, [plan.run_service(owner)]), plan.job(1, owner)]
+
+
+def test_ranks_of_one_pod_meet_in_it() -> None:
+    [container] = [spec["containers"][0] for _, spec in pod_specs(train_manifests(pods=1)[-1])]
+    with_ranks = container["args"][: container["args"].index("roundhouse.training.service.one_shot")]
+    assert with_ranks == [*torchrun(8, "/scratch/meeting"), "-m"]
+    [meeting] = [item["value"] for item in container["env"] if item["name"] in RANKS_MEET_BY_FILE]
+    assert meeting == "1"
+    [container] = [spec["containers"][0] for _, spec in pod_specs(train_manifests()[-1])]
+    assert "--master-addr" in container["args"]
+    assert not RANKS_MEET_BY_FILE.keys() & {item["name"] for item in container["env"]}
 
 
 def gym_manifests() -> list[Object]:
@@ -287,8 +299,7 @@ def test_a_train_server_adds_a_pod_with_a_gpu_for_each_of_its_ranks_that_the_flo
     [server] = template["spec"]["containers"]
     options = dict(zip(server["args"][1::2], server["args"][2::2], strict=True))
     assert server["resources"]["limits"]["nvidia.com/gpu"] == options["--processes"]
-    interfaces = {item["name"]: item.get("value") for item in server["env"] if item["name"].endswith("_SOCKET_IFNAME")}
-    assert interfaces == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    assert "NCCL_SOCKET_IFNAME" not in {item["name"] for item in server["env"]}, "it would hold for transfers too"
     assert added["Service"]["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     rules = added["NetworkPolicy"]["spec"]
     assert rules["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()

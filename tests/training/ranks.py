@@ -7,7 +7,9 @@ A case: name, model, state (or null), reference (or null), config, batches (grou
 
 from __future__ import annotations
 
+import ctypes
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.verbs import Role
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import sequences
+
+CLONE_NEWUTS = 0x04000000
 
 
 def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
@@ -75,6 +79,8 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel.PIECE_BYTES = 1000  # tensors of tiny models travel in several pieces
     spec = Path(sys.argv[1])
+    if ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0:
+        socket.sethostname("127.0.0.2")  # where gloo would listen by itself
     ranks = join("cpu")
     found = {case["name"]: train(case, spec.parent, ranks) for case in json.loads(spec.read_text())}
     if ranks.leads:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roundhouse.launch.subprocesses import RANKS_MEET_BY_FILE, torchrun
 from roundhouse.training.parallel import Ranks
+from roundhouse.training.service.job_entry import RANKS_MEET_BY_FILE, torchrun
 from tests.training.ranks import train
 from tests.training.tiny import make_model
 
@@ -252,7 +252,7 @@ def start_ranks(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
     finished = subprocess.run(
         [
             sys.executable,
-            *torchrun(count, out / f"meeting-{count}"),
+            *torchrun(count, str(out / f"meeting-{count}")),
             str(ROOT / "tests/training/ranks.py"),
             str(out / "cases.json"),
         ],

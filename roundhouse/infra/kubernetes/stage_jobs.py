@@ -33,7 +33,7 @@ from roundhouse.infra.kubernetes import stage_pod
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, component_labels, run_labels, run_object_name
 from roundhouse.infra.kubernetes.stage_pod import COLLECTOR, GYM, TRAINER, PodKeys
 from roundhouse.store.location import Location
-from roundhouse.training.service.job_entry import ADDRESS_VARIABLE, torchrun_of_machine
+from roundhouse.training.service.job_entry import ADDRESS_VARIABLE, RANKS_MEET_BY_FILE, torchrun, torchrun_of_machine
 
 Manifest = dict[str, Any]
 
@@ -223,7 +223,7 @@ class TrainJob(StageJob):
             trainer,
             self.identity,
             self.command(number),
-            infra.environment,
+            (RANKS_MEET_BY_FILE if self.pods == 1 else {}) | infra.environment,
             infra.secret,
             mounts=[{"name": "memory", "mountPath": "/dev/shm"}, *cache_mount, *store_mount],
             devices={"nvidia.com/gpu": str(trainer.gpus)} if trainer.gpus else {},
@@ -254,8 +254,7 @@ class TrainJob(StageJob):
         step = ["-m", self.module, "--spec", f"{self.report(number)}/spec.json"]
         processes = self.service.processes
         if self.pods == 1:
-            alone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-            return [*(alone if processes > 1 else []), *step]
+            return [*(torchrun(processes, f"{stage_pod.SCRATCH}/meeting") if processes > 1 else []), *step]
         host = f"{self.identity.job_name(number)}-0.{run_object_name(self.identity.run_id, self.identity.run_uid)}"
         address = f"{host}.{self.namespace}.svc"
         return [*torchrun_of_machine("$(JOB_COMPLETION_INDEX)", self.pods, processes, address, MEETING_PORT), *step]

@@ -22,8 +22,21 @@ from roundhouse.store.location import Location, NotFound
 SPEC, REPORT, ERROR = "spec.json", "report.json", "error.json"
 ADDRESS_VARIABLE = "ROUNDHOUSE_ADDRESS"
 """By which other machines reach the one that a program runs on, where its launcher starts programs elsewhere."""
+RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""`torchrun` opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
 Spec = TypeVar("Spec", bound=BaseModel)
+
+
+def torchrun(ranks: int, meeting: str) -> list[str]:
+    """Arguments of the interpreter that start the ranks of the only machine, with the environment of `RANKS_MEET_BY_FILE`.
+
+    Args:
+        meeting: path of a file that is not there yet.
+    """
+    by_file = ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "store_type=file"]
+    here = ["--rdzv-id", "program", "--nnodes", "1", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
+    return ["-m", "torch.distributed.run", *by_file, *here]
 
 
 def torchrun_of_machine(machine: int | str, machines: int, ranks: int, address: str, port: int) -> list[str]:
