@@ -9,6 +9,8 @@ TEST_WORKERS ?= 4
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
+# Each of the many processes that runs and tests start would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan reference format lock clean
 
