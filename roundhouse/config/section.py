@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, TypeVar
 
@@ -83,6 +84,7 @@ class Section(BaseModel):
         return made
 
 
+@cache
 def _explanations(section: type[Section]) -> dict[str, str]:
     """The strings under a section's own fields."""
     (found,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
