@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -42,11 +44,12 @@ def tokenized(policies: dict[str, Path]):
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
-def backend(request, tokenized, policies) -> GenerationInterface:
+def backend(request, tokenized, policies) -> Iterator[GenerationInterface]:
     made = create_backend(tokenized, str(policies["untied"]), request.param)
     made.prepare_for_generation()
     made.prepare_for_generation()
-    return made
+    yield made
+    gc.freeze()  # vLLM undoes that of tests/conftest.py as it ends
 
 
 def batch(seeds=(1, 2, 3)) -> dict:

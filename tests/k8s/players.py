@@ -51,6 +51,8 @@ class Kubelet:
 
     def stop(self) -> None:
         self._watched.stop()
+        for process in self.processes.values():
+            process.kill()
 
     def _changed(self, pod: Object | None) -> None:
         for item in [pod] if pod is not None else list(getattr(self, "_watched", _NONE)._present.values()):
@@ -184,6 +186,8 @@ def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None =
         text=True,
     )
     kubelet.processes[pod["metadata"]["uid"]] = process
+    if pod["metadata"]["uid"] in kubelet._ending:  # it was deleted meanwhile
+        process.terminate()
     assert process.stdout is not None
     for line in process.stdout:
         kubelet.say(pod, line.rstrip())

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
+import kubernetes_validate.utils
 import yaml
 
 Object = dict[str, Any]
+
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+"""It reads megabytes of JSON for each manifest, which are the same for all."""
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted(path.parent.name for path in (ROOT / "k8s/overlays").glob("*/kustomization.yaml"))
