@@ -15,6 +15,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.watching import Watched
 from tests.k8s.api_server import ApiState
@@ -44,12 +45,14 @@ class Kubelet:
         """Of the time zone that the stamps of logs are written in."""
         self.processes: dict[str, subprocess.Popen[str]] = {}
         """Of pods whose container is a process of this machine, by the pod's uid."""
+        self._stopped = False
         self._known: set[str] = set()
         self._ending: set[str] = set()
         self._path = f"/api/v1/namespaces/{namespace}/pods"
         self._watched = Watched(cluster, self._path, selector, self._changed)
 
     def stop(self) -> None:
+        self._stopped = True
         self._watched.stop()
         for process in self.processes.values():
             process.kill()
@@ -70,6 +73,9 @@ class Kubelet:
             self.behave(pod)
         except ApiRefused as refused:
             if refused.status not in (404, 409):
+                raise
+        except InfraError:
+            if not self._stopped:  # else its API server may have ended, too
                 raise
 
     def _end(self, pod: Object) -> None:

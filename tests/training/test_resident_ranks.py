@@ -45,6 +45,7 @@ from tests.stages.test_distributed import is_alive
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_ranks import distance
 from tests.training.tiny import sequences
+from tests.waiting import until
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 CHANGES = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, "tokens_per_microbatch": 100}
@@ -330,7 +331,7 @@ def lost(timeout_seconds: float, strike: int, model_dir: Path) -> str:
         os.kill(left[1], strike)
         with pytest.raises(InfraError) as raised:
             service.forward_backward(loss_batch([0, 1, 2]))
-        assert not [pid for pid in left if is_alive(pid)]
+        until(lambda: not [pid for pid in left if is_alive(pid)], "the end of what was killed, which the kernel brings")
     finally:
         service.close()
     return str(raised.value)
@@ -398,8 +399,8 @@ def test_ranks_elsewhere_end_when_nothing_is_heard_of_who_knows_the_token(
         time.sleep(0.02)
     heartbeat = {"authorization": "Bearer known", protocol.PROTOCOL_HEADER: protocol.PROTOCOL}
     with httpx.Client(base_url=said.removeprefix(ranks.SERVING).strip(), headers=heartbeat) as client:
-        until = time.monotonic() + 2 * silent
-        while time.monotonic() < until:
+        ends = time.monotonic() + 2 * silent
+        while time.monotonic() < ends:
             assert client.get("/v1/alive").status_code == 200
             time.sleep(0.1)
         assert thread.is_alive()
