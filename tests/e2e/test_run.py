@@ -229,7 +229,13 @@ def test_prefect_shows_named_runs_and_artifacts(story: Story) -> None:
 def _interrupt(told: Story) -> None:
     """Ctrl-C in iteration 2 or later."""
     process = _start(told)
-    until(lambda: told.run.is_reported(1), "two iterations", process=process, seconds=400)
+    until(
+        lambda: told.run.is_reported(1),
+        "two iterations",
+        process=process,
+        evidence=lambda: _output(process),
+        seconds=400,
+    )
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     told.interrupted_code, told.interrupted_output = process.returncode, output
@@ -243,7 +249,13 @@ def _kill_engine_and_run(told: Story) -> None:
     plan.save(told.directory / "plan.json")
     process = _start(told, plan=told.directory / "plan.json")
     refit = told.run.stage(told.reported_at_interrupt + 1, "refit")
-    until(lambda: refit.reference() is not None, "the next refit", process=process, seconds=400)
+    until(
+        lambda: refit.reference() is not None,
+        "the next refit",
+        process=process,
+        evidence=lambda: _output(process),
+        seconds=400,
+    )
     told.killed_engines = _kill_engine(told)
     output, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL, output
@@ -299,6 +311,12 @@ def _start(told: Story, plan: Path | None = None) -> subprocess.Popen[str]:
         env=_environment() | ({} if plan is None else {PLAN_VARIABLE: str(plan)}),
         start_new_session=True,
     )
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    """All that it said; it is ended for that."""
+    process.kill()
+    return process.communicate()[0]
 
 
 def _command(told: Story, *arguments: str, check: bool = True) -> str:

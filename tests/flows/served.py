@@ -29,8 +29,6 @@ from tests.waiting import until
 CHROMIUM = Path("/usr/bin/chromium")
 PAGE_SECONDS = 120_000
 """Milliseconds; Prefect's page takes long to load on a busy machine."""
-PATIENCE = 240.0
-"""Seconds for anything; a busy machine starts a process of Prefect in half a minute."""
 POLICY = WarmStartPolicy(steps=20, hidden_size=32, intermediate_size=64, layers=1)
 PRESET = {
     "run_id": "small",
