@@ -289,8 +289,10 @@ class GenerationConfig(Section):
                 "well, with a model of transformers."
             )
         named = {"hf": "transformers"}.get(backend, backend)
-        entries = {point.name for point in entry_points(group="roundhouse.backends")}
-        if ":" not in named and named not in {*SAMPLED_BY_REQUEST, *entries}:
+        if ":" in named or named in SAMPLED_BY_REQUEST:
+            return named
+        entries = {point.name for point in entry_points(group="roundhouse.backends")}  # reads every package's metadata
+        if named not in entries:
             there = ", ".join(["vllm", "transformers", "openai", *IN_TRAINER, *sorted(entries)])
             raise ValueError(f"there is no backend {backend}; there are {there}, and module:Class for one of your own.")
         return named
