@@ -332,7 +332,7 @@ def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
 
 def replica_environment(config: GenerationConfig) -> dict[str, str]:
     """Environment variables of a replica."""
-    from roundhouse.generation.vllm_engine import environment, preload
+    from roundhouse.generation.vllm_engine import environment, preload, without_compiler
 
     passed = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
-    return passed | environment(config) | preload(config)
+    return passed | environment(config) | preload(config) | without_compiler(config)

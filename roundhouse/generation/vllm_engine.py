@@ -67,6 +67,15 @@ def environment(config: GenerationConfig) -> dict[str, str]:
     }
 
 
+def without_compiler(config: GenerationConfig) -> dict[str, str]:
+    """Environment variable by which a process that is started for an eager engine on CPU does without torch.compile. vLLM's
+    sampler compiles the count of likelier tokens also there: that takes a C++ compiler, and 10 CPU seconds at a machine's first
+    start; the counts are the same without."""
+    if config.gpus_per_replica > 0 or config.backend != "vllm" or not config.engine_args.get("enforce_eager", True):
+        return {}
+    return {"TORCHDYNAMO_DISABLE": "1"}
+
+
 def preload(config: GenerationConfig) -> dict[str, str]:
     """Environment variable by which a process that is started for the engine takes tcmalloc, where the machine has it: vLLM on
     CPU then takes 0.86 to 0.99 of its CPU seconds (docs/pretrained.md). An `LD_PRELOAD` that is set, also to nothing, stays."""

@@ -22,7 +22,7 @@ from roundhouse.generation import deployment, vllm_engine
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import ServeEndpoint
 from roundhouse.generation.protocol import Completion
-from roundhouse.generation.vllm_engine import preload
+from roundhouse.generation.vllm_engine import preload, without_compiler
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
@@ -60,6 +60,29 @@ def assert_agrees(policy_dir: Path, completion: Completion) -> None:
 def test_replicas_allocate_by_tcmalloc_where_it_is_installed(deployed):
     for replica in deployment.RayServeEngine(deployed).replicas():
         assert "/libtcmalloc_minimal.so" in Path(f"/proc/{replica.pid}/maps").read_text()
+
+
+def test_replicas_need_no_compiler(deployed, config, refit):
+    """What torch.compile makes is a library of its cache, which the process loads; also where it was made before."""
+    refit("first", 9)
+    replies(deployed, config, 8)
+    for replica in deployment.RayServeEngine(deployed).replicas():
+        engine = psutil.Process(replica.pid)
+        for process in (engine, *engine.children(recursive=True)):
+            assert "torchinductor" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GenerationConfig(), {"TORCHDYNAMO_DISABLE": "1"}),
+        (GenerationConfig(engine_args={"enforce_eager": False}), {}),
+        (GenerationConfig(gpus_per_replica=1), {}),
+        (GenerationConfig(backend="transformers"), {}),
+    ],
+)
+def test_an_engine_that_compiles_its_model_may(config, expected):
+    assert without_compiler(config) == expected
 
 
 @pytest.mark.parametrize(
