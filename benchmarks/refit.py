@@ -102,7 +102,7 @@ async def bench(work: Path, hidden: int, layers: int, **engine_arguments: str) -
     # a copy is not validated: the peer's side loads weights by itself, which a run's configuration may not
     config = GenerationConfig(kv_cache_gib=0.25).model_copy(update={"engine_args": engine_arguments})
     engine = VllmEngine(config, str(work / "a"), "policy", [])
-    await engine.start(serve=False)
+    await engine.start()
     policy = ServedPolicy(engine, str(work / "a"), "bench", cache=NodeCache(work / "cache", 2**34))
     try:
         yield Bench(

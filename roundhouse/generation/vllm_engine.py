@@ -38,6 +38,7 @@ from roundhouse.generation.protocol import (
     Generated,
     GenerationAborted,
 )
+from roundhouse.http.asgi import Receive, Send
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
 from roundhouse.weight_sync.transfer import FIREWALL
@@ -190,6 +191,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._engine: AsyncLLM | None = None
         self._app: AsgiApp | None = None
+        self._making = asyncio.Lock()
 
     @property
     def engine(self) -> AsyncLLM:
@@ -197,8 +199,7 @@ class VllmEngine:
             raise EnginePoisoned("The engine was not started.")
         return self._engine
 
-    async def start(self, serve: bool = True) -> None:
-        """Without `serve`, there is no OpenAI application."""
+    async def start(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -207,21 +208,6 @@ class VllmEngine:
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(disable_log_stats=True, **arguments))
         # The first step pays for lazy imports and allocations; better now than in the first rollout.
         await self.generate([0, 1], Draw(max_tokens=2, seed=0))
-        if serve:
-            # vLLM's whole OpenAI server, around the engine that runs already
-            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-            from vllm.entrypoints.launchers.app import build_app
-            from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-            line = ["--model", self._model_dir, "--served-model-name", self._served_name, "--enable-auto-tool-choice"]
-            line += ["--tool-call-parser", self.config.tool_call_parser, "--max-model-len", str(self.max_model_len)]
-            args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
-            validate_parsed_serve_args(args)
-            tasks = await self.engine.get_supported_tasks()
-            app = build_app(args, tasks, self.engine.model_config)
-            await init_app_state(self.engine, app.state, args, tasks)
-            self._app = app
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
         from vllm.inputs import tokens_input
@@ -331,7 +317,35 @@ class VllmEngine:
         await self.engine.check_health()
 
     def openai_app(self) -> AsgiApp | None:
-        return self._app
+        return self._answer
+
+    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """By vLLM's whole OpenAI server, around the engine that runs already. It is made for the first request: that takes
+        seconds, and most runs ask for none of its routes."""
+        async with self._making:
+            if self._app is None:
+                self._app = await self._made_app()
+        await self._app(scope, receive, send)
+
+    async def _made_app(self) -> AsgiApp:
+        tasks = await self.engine.get_supported_tasks()
+        args, app = await asyncio.to_thread(self._empty_app, tasks)  # generations go on meanwhile
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+
+        await init_app_state(self.engine, app.state, args, tasks)
+        return app
+
+    def _empty_app(self, tasks: Any) -> tuple[Any, Any]:
+        from vllm.entrypoints.launchers.api_server import app_state  # noqa: F401  (imported here, beside the loop)
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        line = ["--model", self._model_dir, "--served-model-name", self._served_name, "--enable-auto-tool-choice"]
+        line += ["--tool-call-parser", self.config.tool_call_parser, "--max-model-len", str(self.max_model_len)]
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+        validate_parsed_serve_args(args)
+        return args, build_app(args, tasks, self.engine.model_config)
 
     def shutdown(self) -> None:
         if self._engine is not None:
