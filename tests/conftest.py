@@ -71,6 +71,7 @@ SHARED = {
     "vLLM on Serve": (
         "generation/test_adapter",
         "generation/test_chat",
+        "generation/test_desired_state",
         "generation/test_refit",
         "generation/test_routing",
         "generation/test_start_failures",
