@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -82,6 +84,7 @@ def have_own_files() -> None:
         raise PermissionError("a mount namespace needs CAP_SYS_ADMIN")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=True)
+    Path(tempfile.gettempdir()).mkdir(parents=True, exist_ok=True)  # of TMPDIR, which may be in there
 
 
 def main() -> int:

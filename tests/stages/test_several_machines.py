@@ -28,11 +28,11 @@ def namespaces() -> None:
         pytest.skip("a mount namespace of one's own needs CAP_SYS_ADMIN")
 
 
-def three_versions(run: Run, cache: Path) -> list[dict[str, str]]:
-    """What two iterations write, and a third by a trainer that begins from the store."""
+def versions(run: Run, cache: Path, count: int, anew: int | None = None) -> list[dict[str, str]]:
+    """What so many iterations write, that of number `anew` by a trainer that begins from the store."""
     base, found = starting_policy(run), []
-    for iteration in (1, 2, 3):
-        if iteration == 3:
+    for iteration in range(1, count + 1):
+        if iteration == anew:
             stage.release_trainer()
         base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, cache))
         found.append(checkpoint_digests(base))
@@ -40,16 +40,20 @@ def three_versions(run: Run, cache: Path) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("resident", 2), ("process", 1)])
+@pytest.mark.parametrize(("kind", "processes", "count"), [("resident", 2, 3), ("process", 1, 2)])
 def test_what_machines_without_a_common_disk_write_is_what_one_machine_writes(
     namespaces: None,
     bucket: str,
     tmp_path: Path,
     kind: str,
     processes: int,
+    count: int,
 ) -> None:
-    def written(name: str, **service: Any) -> list[dict[str, str]]:
-        return three_versions(make_run(f"{bucket}/{name}", tmp_path / name, kind=kind, **service), tmp_path / name)
+    """Ranks that stay begin from the store once; those of a process a step always do."""
 
-    apart = written("apart", processes=processes, launcher=TWO_MACHINES)
-    assert apart == written("together", processes=2 * processes)
+    def run(name: str, **service: Any) -> Run:
+        return make_run(f"{bucket}/{name}", tmp_path / name, **service)
+
+    apart = run("apart", kind=kind, processes=processes, launcher=TWO_MACHINES)
+    together = run("together", kind="resident", processes=2 * processes)
+    assert versions(apart, tmp_path / "apart", count, anew=3) == versions(together, tmp_path / "together", count)
