@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -70,7 +71,7 @@ class ControlPlane:
         self.processes[name] = subprocess.Popen(self.commands[name], stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
-        told = {"process": self.processes["kube-apiserver"], "evidence": lambda: _logs(self.directory)}
+        told: dict[str, Any] = {"process": self.processes["kube-apiserver"], "evidence": lambda: _logs(self.directory)}
         until(lambda: "ok" in self._get("/readyz"), "kube-apiserver", **told)
         # what the first writes need
         until(lambda: "default" in self._get("/api/v1/namespaces/default"), "namespace default", **told)
