@@ -13,6 +13,7 @@ from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseErro
 from roundhouse.infra.kubernetes import job_status
 from roundhouse.infra.kubernetes.cluster import ApiRefused
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from tests.k8s.api_server import ApiState
 from tests.k8s.fault_proxy import EXPIRED, Fault
 from tests.k8s.stand import Stand
 from tests.waiting import until
@@ -486,23 +487,23 @@ def test_a_pod_that_failed_without_a_message_is_told_with_the_end_of_its_log(fak
 
 
 def test_the_reason_of_a_job_without_pods_is_asked_for(fake: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_status, "NO_POD_SECONDS", 0.2)
+    """Before it is given up, also where the first look after its time comes too late for anything else."""
+    monkeypatch.setattr(job_status, "NO_POD_SECONDS", 1.0)
     plan = fake.plan(trainer={"pending_seconds": 1})
     monkeypatch.setattr("tests.k8s.players.JobController._create", lambda *_: None)
+    create = ApiState.create
 
-    def event() -> None:
-        until(lambda: fake.found("jobs"))
-        uid = fake.found("jobs")[0]["metadata"]["uid"]
-        body = {
-            "metadata": {"name": "e"},
-            "involvedObject": {"uid": uid},
-            "type": "Warning",
-            "message": "exceeded quota: gpus",
-        }
-        fake.admin.create(f"/api/v1/namespaces/{fake.namespace}/events", body)
+    def refused(state: ApiState, plural: str, namespace: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """With the event that the Job controller writes when a quota refuses its pods."""
+        code, made = create(state, plural, namespace, body)
+        if plural == "jobs":
+            involved = {"uid": made["metadata"]["uid"]}
+            event = {"metadata": {"name": "e"}, "involvedObject": involved, "type": "Warning", "message": "quota: gpus"}
+            create(state, "events", namespace, event)
+        return code, made
 
-    threading.Thread(target=event, daemon=True).start()
-    with pytest.raises(InfraError, match="exceeded quota: gpus"):
+    monkeypatch.setattr(ApiState, "create", refused)
+    with pytest.raises(InfraError, match=r"The cluster says: .*quota: gpus"):
         fake.run(plan)
 
 

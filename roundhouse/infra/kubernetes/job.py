@@ -189,9 +189,9 @@ class RunJobs:
                 if outcome.text != said:
                     said = outcome.text
                     say(f"Job {name}: {said}")
+                if not pods and not outcome.queued and deadlines.is_time_for_events(time.monotonic()):
+                    self._tell_events(uid, say, deadlines)  # before it is given up, however late this look is
                 seconds = deadlines.left(outcome, bool(pods), time.monotonic())
-                if not pods and deadlines.is_time_for_events(time.monotonic()):
-                    self._tell_events(uid, say, deadlines)
                 _pause(changed, stopped, deadlines.next_look(seconds))
         except _Over:
             if log is not None:
