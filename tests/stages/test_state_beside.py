@@ -141,7 +141,11 @@ def test_a_step_waits_for_the_state_of_the_version_before(
     tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, store, goes_on = run_at(str(tmp_path / "store"), tmp_path), Trainer.store, threading.Event()
-    usual = os.nice(0)
+    usual, wait = os.nice(0), stage.wait_for_state
+
+    def released_after_a_while() -> float:
+        threading.Timer(0.5, goes_on.set).start()
+        return wait()
 
     def waits(self: Trainer, *arguments: Any, weights: bool = True, **named: Any) -> ModelFiles:
         if not weights and self.cursor.iteration == 3:
@@ -152,9 +156,9 @@ def test_a_step_waits_for_the_state_of_the_version_before(
     monkeypatch.setattr(Trainer, "store", waits)
     newest = train(run, 3, tmp_path / "cache")
     assert state_of(newest) is None, "published without it"
-    threading.Timer(0.5, goes_on.set).start()
+    monkeypatch.setattr(stage, "wait_for_state", released_after_a_while)  # once the step is waiting
     train(run, 4, tmp_path / "cache")
-    assert metric(run, 4, "state_wait_seconds") > 0.3
+    assert metric(run, 4, "state_wait_seconds") > 0.4
     assert files(run, 4) == undisturbed
     assert metric(run, 4, "retrained_iterations") == 0
 
