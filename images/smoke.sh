@@ -11,7 +11,7 @@ case $role in
 for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
     importlib.import_module(module.name)'
         ;;
-    flow) "$python" -c 'import flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
+    flow) "$python" -c 'import roundhouse_flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
     trainer)
         "$python" -m roundhouse.training.service.one_shot --help >/dev/null
         "$python" -c 'import s3fs, roundhouse.cli, roundhouse.launch.resident_ranks, roundhouse.training.service.server'
