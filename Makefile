@@ -5,14 +5,15 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 3
+REAL_WORKERS ?= 4
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
 # Each of the many processes that runs and tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart pretrained tool smollm2 up down test test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan reference format lock clean
+.PHONY: contracts help setup quickstart pretrained tool smollm2 up down test test-real test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-hosted bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan reference docs format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -42,22 +43,34 @@ down: setup ## end them and everything they started
 	@exec $(BIN)/roundhouse down
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
-# Half of the suite is waiting for processes to start, so a worker more than there are cores; a file's tests share their services.
-test: setup ## the test suite, files in parallel (TEST_WORKERS=4); some of it in one process: PYTEST_ARGS="tests/infra -k port"
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
+# PYTEST_ARGS selects across the tiers. Quick tests wait for servers two fifths of their time, so two cores serve three workers;
+# the other tests wait half of theirs.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest
+ALL_TIERS = -m "" $(PYTEST_ARGS)
 
-test-long: setup ## what is long by nature, printed one by one: stories, chaos, every benchmark and make target (PYTEST_ARGS="-k soak")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest -m long -v $(or $(PYTEST_ARGS),-n $(TEST_WORKERS))
+test: setup ## pure tests and one smoke test for each real kind, in minutes; across all tiers: PYTEST_ARGS="tests/infra -k port"
+	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),--workers $(TEST_WORKERS))
+
+test-real: setup ## the other tests on real services: vLLM, Ray Serve, Prefect, MLflow, S3, ranks, a browser
+	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),-m "real and not smoke and not long" --workers $(REAL_WORKERS))
+
+test-long: setup ## slow tests, printed one by one: stories, chaos, every benchmark and make target, README's commands
+	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(REAL_WORKERS))
+
+contracts: setup ## install the foreign packages of tests/contracts/packages.txt and test against them (CONTRACTS="nemo-gym-0.7.0")
+	@$(BIN)/python tools/contract_environments.py $(CONTRACTS)
+	@$(PYTEST) -v -m contract $(if $(PYTEST_ARGS),$(PYTEST_ARGS),tests/contracts)
 
 measure: setup ## how the code is built, in figures: modules, lines, helpers called once, names used twice, cycles
 	@$(BIN)/python tools/measure_way.py
 	@$(BIN)/python tools/measure_structure.py
 
-check: setup ## lint, formatting, types, imports
+check: setup ## lint, formatting, types, imports, requirements
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/pip_check.py
 
 chaos: setup ## kill a run at random moments, many times (CHAOS_ARGS="--kills 20 --seed 1")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m tests.chaos $(CHAOS_ARGS)
@@ -73,6 +86,9 @@ bench-restart: setup ## from a killed run's new start to its next useful act, by
 
 bench-gym: setup ## CPU of a rollout, against a running NeMo Gym (BENCH_ARGS="--peer-head URL --peer-gym PATH")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/rollouts.py $(BENCH_ARGS)
+
+bench-hosted: setup ## CPU of the process in which an environment of your own runs (BENCH_ARGS="--rollouts 600 --repeats 7")
+	@PYTHONPATH=. OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/hosted.py $(BENCH_ARGS)
 
 bench-journal: setup ## CPU of the journal of unfinished rollouts (BENCH_ARGS="--rollouts 400 --repeats 7")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/gym/journal.py $(BENCH_ARGS)
@@ -138,6 +154,16 @@ reference: setup ## write the pages of docs/ that are printed from the code
 	$(BIN)/python -m roundhouse.config.reference > docs/configuration-reference.md
 	$(BIN)/python -m roundhouse.tracking.catalogue > docs/metrics.md
 
+# Not quiet: that would hide the warnings which --strict counts.
+DOCS := .venv-docs
+docs: setup $(DOCS)/.complete ## build the documentation as a site into site/; a dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.complete: requirements-docs.lock
+	@$(BIN)/python -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r requirements-docs.lock
+	@touch $@
+
 format: setup ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -146,5 +172,5 @@ lock: setup ## resolve both locks anew from pyproject.toml (UPGRADE=1: newest ve
 	@tools/lock_requirements.sh
 
 clean: ## remove caches and build output; the environment and the runs stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

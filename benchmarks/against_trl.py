@@ -92,7 +92,7 @@ def make_trainer(model: Path) -> Trainer:
         learning_rate=RATE, betas=(0.9, 0.95), warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0
     )
     config = TrainConfig(
-        algorithm=GRPOConfig(clip_low=0.2, clip_high=0.28),
+        algorithm=GRPOConfig(clip_low=0.2, clip_high=0.28, mismatch_correction="none"),
         optimizer=optimizer,
         minibatches=1,
         tokens_per_microbatch=16_384,

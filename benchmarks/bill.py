@@ -2,7 +2,7 @@
 
     python -m benchmarks.bill [--kills 100] [--forks 5] [--iterations 3] [--seed 0]
 
-A run and its forks are driven one after the other (`tests.replay.billed`: shards, resident ranks, evaluations, no Prefect), at
+A run and its forks are driven one after the other (`tests.replays.billed`: shards, resident ranks, evaluations, no Prefect), at
 an engine that computes nothing and takes its time. Meanwhile drivers, shards and ranks are killed with SIGKILL. Then
 
     tokens         of all bills, against those that the engine's process noted with each answer: equal
@@ -33,7 +33,7 @@ from roundhouse.generation.protocol import Draw, Engine, Generated
 from roundhouse.stages.cost import bill_of
 from roundhouse.store.run import load_run
 from tests.chaos.stand import Server
-from tests.replay import billed
+from tests.replays import billed
 
 CHANCES: dict[billed.Target, int] = {"shard": 6, "trainer": 2, "driver": 2}
 MEDIAN_SECONDS, SIGMA = 0.4, 0.5
@@ -137,7 +137,12 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> None:
         {"case": "forks", "value": options.forks, "unit": "runs"},
         {"case": "tokens on the bill", "value": tokens.total(), "unit": "tokens", "counted": found["tokens"]},
         {"case": "tokens interrupted", "value": tokens["interrupted"], "unit": "tokens"},
-        {"case": "CPU seconds not on the bill", "value": round(missing, 5), "unit": "share"},
+        {
+            "case": "CPU seconds not on the bill",
+            "value": round(missing, 5),
+            "unit": "share",
+            "counted": round(found["cpu_seconds"], 1),
+        },
     ]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(json.dumps({"bench": "bill", "seed": options.seed, "results": results, "machine": machine}))

@@ -33,8 +33,8 @@ from roundhouse.infra import services
 from roundhouse.simulation.doctor import Diagnosis, diagnose
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import Run, load_run
-from tests.chaos.nursery import Nursery
 from tests.chaos.stand import Server
+from tests.fork_server import ForkServer
 
 RUN_SECONDS = 1500.0
 WITHIN = 0.1
@@ -115,7 +115,7 @@ class Stand:
     """What all runs share."""
 
     directory: Path
-    nursery: Nursery
+    fork_server: ForkServer
     iterations: int
     pace: float
 
@@ -152,7 +152,7 @@ class Stand:
                 "infra": {"kind": "local", "state": str(self.directory / "state")},
             }
             (place / "run.yaml").write_text(yaml.safe_dump(settings))
-            child = self.nursery.start(
+            child = self.fork_server.start(
                 "benchmarks.waiting", ["train", str(place / "run.yaml")], place / "run.log", variables
             )
             try:
@@ -165,7 +165,7 @@ class Stand:
     def _serve(
         self, servers: ExitStack, module: str, arguments: list[str], log: Path, health: str, variables: dict[str, str]
     ) -> Server:
-        server = Server(module, ["-m", module, *arguments], log, health, dict(variables), nursery=self.nursery)
+        server = Server(module, ["-m", module, *arguments], log, health, dict(variables), fork_server=self.fork_server)
         server.start()
         servers.callback(server.stop)
         server.wait_until_it_answers()
@@ -179,12 +179,12 @@ def stand(directory: Path, iterations: int, pace: float) -> Iterator[Stand]:
     state = directory / "state" / "services"
     running = services.up(state, ("prefect",))
     quiet = {"HF_HUB_OFFLINE": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
-    nursery = Nursery(directory / "nursery.log", os.environ | running.environment() | quiet)
+    fork_server = ForkServer.spawn(directory / "fork_server.log", os.environ | running.environment() | quiet)
     try:
         os.environ.update(running.environment() | quiet)
-        yield Stand(directory, nursery, iterations, pace)
+        yield Stand(directory, fork_server, iterations, pace)
     finally:
-        nursery.close()
+        fork_server.close()
         services.down(state)
 
 

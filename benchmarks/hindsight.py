@@ -2,7 +2,7 @@
 
     python -m benchmarks.hindsight [--seeds 1 2] [--iterations 10]
 
-Two runs of a tiny policy begin from the same weights (`tests/replay/planted.py`), one of them with a bug in its verifier from
+Two runs of a tiny policy begin from the same weights (`tests/replays/planted.py`), one of them with a bug in its verifier from
 the first iteration on. Its rollouts are re-scored by the right verifier, and the starting weights are trained on them in
 several ways; no token is generated for that. What is measured of a version is the chance of a right answer to the tasks of its
 evaluation, exactly. Recovered is the share of the difference between the two runs. The last line is JSON.
@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch
 
-from roundhouse.replay import replay, rescore
-from roundhouse.replay.stages import load_replay
+from roundhouse.replays import replay, rescore
+from roundhouse.replays.stages import load_replay
 from roundhouse.stages.fork import offline_config
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.run import Run
-from tests.replay.planted import HEALTHY, HELD_OUT, RANGE, Judge, Plant, planted_run, turned_verdict
+from tests.replays.in_range import HELD_OUT, RANGE
+from tests.replays.planted import HEALTHY, Judge, Plant, planted_run, turned_verdict
 from tests.stages import offline_world
 
 BUGS: dict[str, Judge] = {

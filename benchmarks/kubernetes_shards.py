@@ -65,8 +65,8 @@ def play(kubeconfig: Path, namespace: str, count: int) -> None:
 
 def collect(store: str, namespace: str, engine: str, shards: int, group_size: int) -> dict[str, float]:
     """The stage, in this process."""
-    import flows._prefect.tuning  # before Prefect, as a flow does
-    import flows.train  # noqa: F401
+    import roundhouse_flows._prefect.tuning  # before Prefect, as a flow does
+    import roundhouse_flows.train  # noqa: F401
     from roundhouse.config.loading import parse_config
     from roundhouse.launch import kubernetes_jobs
     from roundhouse.stages.collect import collect_iteration

@@ -3,7 +3,7 @@
     python -m benchmarks.mutation_score [--mutants 12] [--seed 0] [--repeats 1000] [--only KIND]
 
 Each corpus is rollouts played without an engine: demonstrations, good and bad, some cut off after two turns, and variations of
-the good ones, each with one thing changed (`tests/replay/recorded.py`). Mutants are drawn by a seed at lines that judging the
+the good ones, each with one thing changed (`tests/replays/recorded.py`). Mutants are drawn by a seed at lines that judging the
 corpus executes (`roundhouse env test --mutants`); each that survives is listed. Seconds are of judging, by the environment as
 it is and by its mutants: what a check before a merge takes once the corpus is recorded.
 
@@ -26,10 +26,10 @@ from typing import get_args
 from pydantic import TypeAdapter
 
 from roundhouse.config.models import EnvironmentConfig
-from roundhouse.environments import BUILT_IN
-from roundhouse.replay.environment_tests import check_environment, mutate
+from roundhouse.environments import included_sections
+from roundhouse.replays.environment_tests import check_environment, mutate
 from roundhouse.trajectories.records import Rollout
-from tests.replay.recorded import demonstrated, varied
+from tests.replays.recorded import demonstrated, varied
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 SANDBOXED = ("code", "terminal", "bug_fix")
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0, help="tests of unchanged environments, in all")
     parser.add_argument("--only", default="", help="environments whose kind has this in it")
     arguments = parser.parse_args()
-    kinds = [get_args(section.model_fields["kind"].annotation)[0] for section in BUILT_IN]
+    kinds = [get_args(section.model_fields["kind"].annotation)[0] for section in included_sections()]
     corpora = {kind: recorded_corpus(kind, arguments.tasks) for kind in kinds if arguments.only in kind}
     made = caught = 0
     seconds = used = 0.0

@@ -155,6 +155,7 @@ def _train(directory: Path, engine: str, iterations: int, bound: int) -> Run:
         "validation": {"recompute_tolerance": None},
         "evaluation": {"every": 0, "before_training": False, "tasks": 1},
         "asynchrony": {"mode": "batch-async", "staleness": bound},
+        "train": {"optimizer": {"learning_rate": 3e-4}},
         "tracking": {"enabled": False},
         "infra": {"kind": "local", "state": str(directory / "state")},
     }

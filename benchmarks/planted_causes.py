@@ -1,10 +1,11 @@
 """Bisect in figures: planted causes that are named right, with how many stage runs, and verdicts on healthy runs.
 
-    python -m benchmarks.planted_causes [--healthy 10] [--only NAME]
+    python -m benchmarks.planted_causes [--healthy 10] [--only NAME] [--seed 0 …] [--trials]
 
-Each planted run (`tests/replay/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing goes wrong. A
-verdict is right when cause and iteration are; of rows, the smallest set of groups is held against the planted one, too. The
-bound on stage runs is log2(n) + 6 for n iterations; those for the smallest set are counted apart. Nothing here has an engine.
+Each planted run (`tests/replays/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing goes wrong. A
+verdict is right when cause and iteration are. A plant that did no harm has no fall to explain and does not count. A likely
+cause is counted apart, and so is a fall without a verdict. The bound on stage runs is log2(n) + 6 for n iterations; those for
+the smallest set are counted apart. Nothing here has an engine.
 The last line is JSON.
 """
 
@@ -17,12 +18,13 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundhouse.replay.bisect import Bisection, bisect
-from tests.replay.planted import HEALTHY, PLANTS, Plant, planted_run
+from roundhouse.replays.bisect import Bisection, bisect
+from tests.replays.planted import HEALTHY, PLANTS, Plant, planted_run
 
 ITERATIONS = 8
 
@@ -40,33 +42,77 @@ def row(case: str, value: float, unit: str) -> dict[str, Any]:
     return {"case": case, "value": round(value, 3), "unit": unit, "peer": None, "ratio": None}
 
 
+def outcome(plant: Plant, found: Bisection) -> str:
+    """Return `right`, `wrong`, `likely` (the right cause, not measured), `unlikely` (another one), `none`, or `no fall`."""
+    if found.fall is None:
+        return "no fall"
+    if found.cause:
+        return "right" if (found.cause, found.iteration) == (plant.cause, plant.since) else "wrong"
+    if found.likely:
+        return "likely" if found.likely == plant.cause else "unlikely"
+    return "none"
+
+
+def line(plant: Plant, seed: int, found: Bisection) -> str:
+    """Return the verdict on one run."""
+    named = f"{found.cause or f'likely {found.likely}'} {found.iteration}: {found.detail}"
+    verdict = named if found.cause or found.likely else ""
+    counts = f"{found.stage_runs:>3}+{found.narrowing_runs:<4}"
+    return f"{outcome(plant, found):<8}{seed:>5} {plant.name:<40}{counts}{verdict[:100]}\n"
+
+
+def trials(found: Bisection) -> str:
+    """Return the trials and notes of a search, a line each."""
+    fall = found.fall
+    head = "" if fall is None else f"fall {fall.before:.3f} → {fall.after:.3f}, versions {fall.good} → {fall.bad}"
+    rows = [
+        f"{each.cause}: {each.what[:80]}: {'not measured' if each.recovered is None else f'{each.recovered:.2f}'}"
+        for each in found.trials
+    ]
+    return "".join(f"            {text}\n" for text in [head, *rows, *found.notes])
+
+
+def report(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--healthy", type=int, default=10, help="healthy runs, each of another seed")
     parser.add_argument("--only", default="", help="plants whose name has this in it")
+    parser.add_argument(
+        "--seed", type=int, default=[0], nargs="+", help="of the planted runs; the rules were made on 0"
+    )
+    parser.add_argument(
+        "--trials", action="store_true", help="print the trials of a fall whose cause is not named right"
+    )
     arguments = parser.parse_args()
     chosen = [plant for plant in PLANTS if arguments.only in plant.name]
-    right, runs, seconds = 0, [], []
-    for plant in chosen:
-        found, lasted = case(plant)
-        named = (found.cause, found.iteration) == (plant.cause, plant.since)
-        right += named
-        runs.append(found.stage_runs)
-        seconds.append(lasted)
-        verdict = f"{found.cause or 'none'} {found.iteration}: {found.detail}"
-        counts = f"{found.stage_runs:>3}+{found.narrowing_runs:<4}"
-        sys.stdout.write(f"{'right' if named else 'WRONG':<6}{plant.name:<40}{counts}{verdict[:110]}\n")
-        sys.stdout.flush()
+    outcomes, runs, seconds = Counter[str](), [], []
+    for seed in arguments.seed:
+        for plant in chosen:
+            found, lasted = case(plant, seed)
+            outcomes[outcome(plant, found)] += 1
+            runs.append(found.stage_runs)
+            seconds.append(lasted)
+            report(line(plant, seed, found))
+            if arguments.trials and outcome(plant, found) not in ("right", "no fall"):
+                report(trials(found))
     verdicts = 0
     for seed in range(1, arguments.healthy + 1):
         found, _ = case(replace(HEALTHY, name=f"healthy {seed}"), seed)
         verdicts += bool(found.cause)
         values = " ".join(f"{value:.2f}" for value in found.values.values())
-        sys.stdout.write(f"healthy, seed {seed}: {found.cause or 'no verdict'}   {values}\n")
-        sys.stdout.flush()
+        report(f"healthy, seed {seed}: {found.cause or 'no verdict'}   {values}\n")
     bound = math.log2(ITERATIONS) + 6
+    fallen = outcomes.total() - outcomes["no fall"]
     results = [
-        row("planted causes named right", right, f"of {len(chosen)}"),
+        row("planted causes named right", outcomes["right"], f"of {fallen} that fell, {outcomes.total()} planted"),
+        row("named wrong", outcomes["wrong"], f"of {fallen}"),
+        row("named as likely, not measured", outcomes["likely"], f"of {fallen}"),
+        row("another cause named as likely", outcomes["unlikely"], f"of {fallen}"),
+        row("without a verdict", outcomes["none"], f"of {fallen}"),
         row("verdicts on healthy runs", verdicts, f"of {arguments.healthy}"),
     ]
     if runs:
@@ -75,9 +121,9 @@ def main() -> None:
             row("CPU seconds a verdict, median", sorted(seconds)[len(seconds) // 2], "s"),
         ]
     for each in results:
-        sys.stdout.write(f"{each['case']:<40}{each['value']:>8} {each['unit']}\n")
+        report(f"{each['case']:<40}{each['value']:>8} {each['unit']}\n")
     machine = {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()}
-    sys.stdout.write("\n" + json.dumps({"bench": "bisect", "results": results, "machine": machine}) + "\n")
+    report("\n" + json.dumps({"bench": "bisect", "results": results, "machine": machine}) + "\n")
 
 
 if __name__ == "__main__":

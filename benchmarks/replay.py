@@ -30,40 +30,19 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
+from benchmarks.mutated_verifier import turned
 from roundhouse.config.models import EnvironmentConfig
-from roundhouse.environments import BUILT_IN
-from roundhouse.environments.base import TaskRow, Verdict
-from roundhouse.environments.calculator import Calculator
-from roundhouse.replay import replay
-from roundhouse.replay.verdicts import judge_all
+from roundhouse.environments import included_sections
+from roundhouse.replays import replay
+from roundhouse.replays.verdicts import judge_all
 from roundhouse.store.location import Location
 from roundhouse.trajectories.records import Rollout
-from tests.replay.recorded import demonstrated
-from tests.replay.trained import trained_run
+from tests.replays.recorded import demonstrated
+from tests.replays.trained import trained_run
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 MUTANTS, SANDBOXED = 20, "code"
 STATELESS = ("sort", "countdown", "sudoku", "instruction_constraints")
-
-
-class Mutated(Calculator):
-    """A verifier with a defect: rewards of rollouts whose last item has this digit, or that took so many turns, are turned."""
-
-    def __init__(self, rule: int) -> None:
-        super().__init__()
-        self.rule = rule
-
-    async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        verdict = await super().verify(session, row, response)
-        return Verdict(1.0 - verdict.reward, {}) if turned(self.rule, response["output"]) else verdict
-
-
-def turned(rule: int, items: list[dict[str, Any]]) -> bool:
-    """Whether mutant `rule` turns the verdict of a rollout that has said this."""
-    said = json.dumps(items[-1].get("content", items[-1].get("output", "")))
-    if rule < 10:
-        return str(rule) in said
-    return len(said) % (rule - 7) == 0
 
 
 def cpu_seconds() -> float:
@@ -77,7 +56,7 @@ def recorded_rollouts(kind: str, count: int) -> list[Rollout]:
 
 
 def rescoring(rollouts: int) -> list[dict[str, Any]]:
-    kinds = [get_args(section.model_fields["kind"].annotation)[0] for section in BUILT_IN]
+    kinds = [get_args(section.model_fields["kind"].annotation)[0] for section in included_sections()]
     share = rollouts // len(kinds)
     outcomes: Counter[str] = Counter()
     rates: dict[str, tuple[int, float]] = {}
@@ -106,7 +85,7 @@ def mutants(rollouts: int) -> list[dict[str, Any]]:
     stored, exact, flips = recorded_rollouts("calculator", rollouts), 0, 0
     for rule in range(MUTANTS):
         config = CONFIG.validate_python(
-            {"kind": "custom", "target": "benchmarks.replay:Mutated", "parameters": {"rule": rule}}
+            {"kind": "custom", "target": "benchmarks.mutated_verifier:Mutated", "parameters": {"rule": rule}}
         )
         flipped = {each.before.rollout_id for each in judge_all(stored, config) if each.outcome == "flipped"}
         predicted = {each.rollout_id for each in stored if turned(rule, each.items)}

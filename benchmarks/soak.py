@@ -282,6 +282,7 @@ def _configuration(directory: Path, engine: str, iterations: int) -> Path:
             "sampling": {"max_new_tokens": 48},
         },
         "rollout": {"prompts_per_iteration": 4, "group_size": 4},
+        "train": {"optimizer": {"learning_rate": 3e-4}},
         # What the engine's log-probabilities are drawn from is no policy.
         "validation": {"recompute_tolerance": None},
         "evaluation": {"every": 100, "tasks": 8},

@@ -1,10 +1,10 @@
-"""Alerts as automations of Prefect, shipped ready: which events there are, and what happens on them.
+"""Alerts as Prefect automations, shipped ready: events and actions.
 
-Invariant: an automation of ours is known by its name. Installing again changes neither what a person has added to one (an
-e-mail, a Slack message) nor whether it is switched on, and `roundhouse up` brings back none that a person has deleted.
+Invariant: our automations are identified by name. Installing again keeps a person's additions (an e-mail, a Slack
+message) and whether it is enabled, and `roundhouse up` does not restore deleted ones.
 
-What needs no account: each alert is in the run's record (`roundhouse runs status`), in MLflow and in Prefect's event feed;
-with `--webhook`, it is sent to that URL as JSON; with `--suspend`, the run waits for a person.
+Without any account, each alert is in the run's record (`roundhouse runs status`), in MLflow and in Prefect's event
+feed; with `--webhook`, it is sent to that URL as JSON; with `--suspend`, the run waits for a person.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AlertKind:
     events: tuple[str, ...]
     about: str
     can_suspend: bool = False
-    """Its event is told between two iterations by the flow run itself."""
+    """Whether the flow run itself emits its event between two iterations."""
 
     @property
     def automation(self) -> str:
@@ -75,6 +75,12 @@ ALERTS = (
     AlertKind(
         "reward_hacking", ("roundhouse.alert.reward_hacking",), "The audit refuses rollouts that were rewarded.", True
     ),
+    AlertKind(
+        "uneven_failures",
+        ("roundhouse.alert.uneven_failures",),
+        "Rollouts fail by what they do: the others are a biased sample.",
+        True,
+    ),
     AlertKind("budget_reached", ("roundhouse.alert.budget_reached",), "The budget is used up; the run waits or ends."),
     AlertKind("approval_wanted", ("roundhouse.alert.approval_wanted",), "A promotion waits for a person."),
 )
@@ -91,39 +97,40 @@ _PAYLOAD = """{% set said = event.payload.message or (event.payload.validated_st
 
 
 def install(webhook: str | None = None, suspend: Collection[str] = ()) -> list[Automation]:
-    """Create what is missing of the automations, and give all of them these actions; those that there are then.
+    """Create missing automations, set these actions for all of them, and return them.
 
     Args:
-        webhook: URL that alerts are sent to from now on; that of an earlier call stays without one.
-        suspend: alerts on which the run is suspended too.
+        webhook: URL that receives alerts from now on; None keeps an earlier one.
+        suspend: alerts that also suspend the run.
 
     Raises:
-        ConfigError: an alert that there is not, or that cannot suspend a run.
+        ConfigError: an unknown alert, or one that cannot suspend a run.
     """
     able = [kind.name for kind in ALERTS if kind.can_suspend]
     if unknown := set(suspend) - set(able):
         raise ConfigError(f"--suspend {', '.join(sorted(unknown))}: a run can be suspended on {', '.join(able)}.")
     block = _block(webhook)
     with get_client(sync_client=True) as client:
-        there = {found.name: found for found in _read(client)}
+        present_by_name = {automation.name: automation for automation in _read(client)}
         for kind in ALERTS:
-            wanted = _actions(kind, block, kind.name in suspend)
-            if (present := there.get(kind.automation)) is None:
+            actions = _actions(kind, block, kind.name in suspend)
+            if (present := present_by_name.get(kind.automation)) is None:
                 client.create_automation(
-                    AutomationCore(name=kind.automation, description=kind.about, trigger=kind.trigger, actions=wanted)
+                    AutomationCore(name=kind.automation, description=kind.about, trigger=kind.trigger, actions=actions)
                 )
             else:
-                kept = [action for action in present.actions if not isinstance(action, OURS)]
-                ours = [action for action in wanted if not (kept and isinstance(action, DoNothing))]
+                others = [action for action in present.actions if not isinstance(action, OURS)]
+                ours = [action for action in actions if not (others and isinstance(action, DoNothing))]
                 body = present.model_dump(mode="json", include={"name", "description", "enabled", "tags"}) | {
                     "trigger": kind.trigger.model_dump(mode="json"),
-                    "actions": [action.model_dump(mode="json") for action in [*ours, *kept]],
+                    "actions": [action.model_dump(mode="json") for action in [*ours, *others]],
                 }
-                # Prefect's own method leaves out what equals a default, the kinds of trigger and actions among it: refused
+                # Prefect's own method omits values that equal a default, including the kinds of trigger and action,
+                # which are then refused
                 client._client.put(f"/automations/{present.id}", json=body).raise_for_status()
-        found = _read(client)
+        automation = _read(client)
     Variable.set(INSTALLED, [kind.automation for kind in ALERTS], overwrite=True)
-    return found
+    return automation
 
 
 def install_once() -> None:
@@ -144,18 +151,18 @@ def installed() -> list[Automation]:
 
 
 def remove() -> list[str]:
-    """Delete our automations, with what was added to them; their names."""
+    """Delete our automations, with all additions, and return their names."""
     with get_client(sync_client=True) as client:
-        found = _read(client)
-        for automation in found:
+        automations = _read(client)
+        for automation in automations:
             client.delete_automation(automation.id)
-    return [automation.name for automation in found]
+    return [automation.name for automation in automations]
 
 
 def _read(client: SyncPrefectClient) -> list[Automation]:
     names = [kind.automation for kind in ALERTS]
-    found = [each for each in client.read_automations() if each.name in names]
-    return sorted(found, key=lambda each: names.index(each.name))
+    automations = [each for each in client.read_automations() if each.name in names]
+    return sorted(automations, key=lambda each: names.index(each.name))
 
 
 def _actions(kind: AlertKind, block: Any, suspend: bool) -> list[Any]:
@@ -168,7 +175,7 @@ def _actions(kind: AlertKind, block: Any, suspend: bool) -> list[Any]:
 
 
 def _block(webhook: str | None) -> Any | None:
-    """The block that sends to this URL, or without one that of an earlier install; None where no webhook was ever given."""
+    """Return the block that sends to this URL, or without one the earlier block; None if no webhook was ever given."""
     if webhook is None:
         with suppress(ValueError):
             return Webhook.load(BLOCK)._block_document_id  # type: ignore[union-attr]

@@ -1,9 +1,8 @@
-"""A person's approval of a promotion, through Prefect: a suspended flow run with a form stands for each open question.
+"""A person's approval of a promotion, through Prefect: each open question has a suspended flow run with a form.
 
-Invariant: the question and its answer live in the store (`roundhouse.stages.promotion`); what stands in Prefect is a view of
-it with a form. One flow run is made for a question however often it is put, and one more, planned for the moment at which the
-time limit is over. A Prefect server that is away, or serves no deployments, takes nothing from the question: it is answered
-by `roundhouse runs approve` as well.
+Invariant: the store holds the question and its answer (`roundhouse.stages.promotion`); Prefect shows them with a form.
+A question gets one flow run however often it is asked, and a second one planned for the end of the time limit. The
+question does not depend on a Prefect server: `roundhouse runs approve` answers it as well.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from prefect.input import RunInput
 from prefect.states import Cancelled, Scheduled
 from pydantic import Field
 
-from flows._prefect.suspension import PAUSE_SECONDS
-from flows.controls import let_go_on
-from flows.forms import ApproveForm
 from roundhouse.stages.promotion import (
     ApprovalDecision,
     PromotionQuestion,
@@ -36,7 +32,10 @@ from roundhouse.stages.promotion import (
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from roundhouse.tracking.mlflow import tell_mlflow
-from tasks.report import opened_tracker
+from roundhouse_flows._prefect.suspension import PAUSE_SECONDS
+from roundhouse_flows.controls import let_go_on
+from roundhouse_flows.forms import ApproveForm
+from roundhouse_tasks.report import opened_tracker
 
 log = logging.getLogger(__name__)
 
@@ -89,29 +88,29 @@ def put_to_prefect(run: Run, question: PromotionQuestion) -> bool:
 def decide(run: Run, form: ApproveForm) -> dict[str, Any]:
     """The body of the `approve` flow: take the answer from the form, or wait for one; then carry it out."""
     version = form.version
-    given = answer_to(run, version)
-    if given is None and form.decision == "on_timeout":
+    decision = answer_to(run, version)
+    if decision is None and form.decision == "on_timeout":
         waiting = [question for question in open_questions(run) if question.version == version]
-        given = settle_expired(run, waiting[0], datetime.now(UTC).timestamp()) if waiting else None
-    elif given is None and form.decision is not None:
-        given = answer(run, version, form.decision == "approve", form.comment, by="a person in Prefect")
-    elif given is None:
-        given = _asked(run, version)
-    if given is None:
+        decision = settle_expired(run, waiting[0], datetime.now(UTC).timestamp()) if waiting else None
+    elif decision is None and form.decision is not None:
+        decision = answer(run, version, form.decision == "approve", form.comment, by="a person in Prefect")
+    elif decision is None:
+        decision = _asked(run, version)
+    if decision is None:
         return {"version": version, "answer": None}
-    carry_out(run, version, given)
-    return {"version": version, "answer": given.model_dump(mode="json")}
+    carry_out(run, version, decision)
+    return {"version": version, "answer": decision.model_dump(mode="json")}
 
 
 def carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
-    """Tell those who show the answer or wait for it."""
+    """Update the flow runs that show the answer or wait for it."""
     if (tracker := opened_tracker(run)) is not None:
         tracker.follow_store()
     else:
         tell_mlflow(run, version)
     try:
         with get_client(sync_client=True) as client:
-            waiting = {  # they stand for the question, and have nothing to wait for any more
+            waiting = {  # they show the question, which is settled
                 "tags": {"all_": [_tag(run, version)]},
                 "state": {"type": {"any_": [StateType.PAUSED.value, StateType.SCHEDULED.value]}},
             }
@@ -124,7 +123,7 @@ def carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
 
 
 def _asked(run: Run, version: int) -> ApprovalDecision:
-    """The answer of a person, whom this flow run waits for without a process."""
+    """Return a person's answer, for which this flow run waits without a process."""
     [question] = [each for each in open_questions(run) if each.version == version]
     until = "" if question.until is None else f" until {datetime.fromtimestamp(question.until, UTC):%Y-%m-%d %H:%M} UTC"
     description = (
@@ -132,8 +131,14 @@ def _asked(run: Run, version: int) -> ApprovalDecision:
         f"{question.at_limit}."
     )
     form = Approval.with_initial_data(description=description)
-    given = suspend_flow_run(wait_for_input=form, key="decision", timeout=PAUSE_SECONDS)
-    return answer(run, version, given.decision == "approve", given.comment, by=given.name or "a person in Prefect")
+    form_answer = suspend_flow_run(wait_for_input=form, key="decision", timeout=PAUSE_SECONDS)
+    return answer(
+        run,
+        version,
+        form_answer.decision == "approve",
+        form_answer.comment,
+        by=form_answer.name or "a person in Prefect",
+    )
 
 
 def _tag(run: Run, version: int) -> str:

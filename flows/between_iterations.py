@@ -1,7 +1,7 @@
-"""What a run does between two iterations: heed a suspension, raise alerts, ask for approval, check the budget.
+"""Work between two iterations: handle a suspension, raise alerts, request approval, check the budget.
 
-Invariant: nothing of an iteration is in flight here, so a run may wait or be suspended without losing work. What it waits for
-is stored; a run that is killed while it waits, and started again, waits for the same.
+Invariant: no part of an iteration is in flight here, so a run may wait or be suspended without losing work. The reason
+for waiting is stored; a run that is killed while it waits, and started again, waits for the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from flows._prefect.suspension import PAUSE_SECONDS, heed_suspension, is_deployed
-from flows.approval import WAITS, carry_out, put_to_prefect
 from roundhouse.activity import announce
 from roundhouse.errors import ConfigError
 from roundhouse.health.errors import Alert, Severity
@@ -23,10 +21,12 @@ from roundhouse.stages.cost import budget_of, budget_reached, raise_budget, rais
 from roundhouse.stages.promotion import PromotionQuestion, open_questions, settle_expired
 from roundhouse.stages.report import AlertWatch
 from roundhouse.store.run import Run
-from tasks.health import tell
+from roundhouse_flows._prefect.suspension import PAUSE_SECONDS, heed_suspension, is_deployed
+from roundhouse_flows.approval import WAITS, carry_out, put_to_prefect
+from roundhouse_tasks.health import tell
 
 POLL_SECONDS = 2.0
-"""How often a run that waits in a terminal looks for the answer."""
+"""Interval at which a run that waits in a terminal checks for the answer."""
 
 _watches: dict[str, AlertWatch] = {}
 _asked: set[tuple[str, int]] = set()
@@ -34,8 +34,8 @@ _asked: set[tuple[str, int]] = set()
 
 
 def before_iteration(run: Run, k: int) -> None:
-    """Before iteration k: rest where a person has asked for that, tell what the numbers of the last one alert to, ask people
-    what they have to decide, and begin no iteration that they have not paid for.
+    """Before iteration k: pause if a person asked for it, raise alerts from the last numbers, request decisions, and
+    stop at an exhausted budget.
 
     Raises:
         Pause: the flow run was suspended.
@@ -68,27 +68,27 @@ def _ask_for_approval(run: Run, k: int) -> None:
     if is_deployed():
         suspend_flow_run(
             key=f"{WAITS}{versions}-{k}", timeout=PAUSE_SECONDS
-        )  # Resume without an answer: go on meanwhile
+        )  # Resume without an answer: continue for now
         return
     while _open_after_settling(run):
         time.sleep(POLL_SECONDS)
 
 
 def _open_after_settling(run: Run) -> list[PromotionQuestion]:
-    """Put all open questions, once each, and answer those whose time is over; what is still open."""
+    """Ask all open questions, once each, answer expired ones, and return those still open."""
     if not run.config.evaluation.approval.required:
         return []
     still_open = []
     for question in open_questions(run):
-        if (given := settle_expired(run, question, time.time())) is not None:
-            carry_out(run, question.version, given)
+        if (answer := settle_expired(run, question, time.time())) is not None:
+            carry_out(run, question.version, answer)
             continue
         still_open.append(question)
         if (run.uid, question.version) not in _asked:
             _asked.add((run.uid, question.version))
             put_to_prefect(run, question)
-            said = f"Version {question.version} waits for a person's approval: {question.why}."
-            tell(run, Alert("approval_wanted", said), f"version {question.version}", Severity.INFO)
+            text = f"Version {question.version} waits for a person's approval: {question.why}."
+            tell(run, Alert("approval_wanted", text), f"version {question.version}", Severity.INFO)
     return still_open
 
 
@@ -100,13 +100,13 @@ def _stay_within_budget(run: Run, k: int) -> None:
             return
         raised = len(raises(run))
         if number == 0:
-            said = f"The budget is used up before iteration {k}: {'; '.join(lines)}."
-            tell(run, Alert("budget_reached", said), f"iteration {k}")
+            text = f"The budget is used up before iteration {k}: {'; '.join(lines)}."
+            tell(run, Alert("budget_reached", text), f"iteration {k}")
         if run.config.cost.on_reached == "stop" or not is_deployed():
             raise budget_reached(run, k, lines)
         form = _budget_form(run, k, lines, note)
-        given = suspend_flow_run(wait_for_input=form, key=f"budget-{k}-{raised}-{number}", timeout=PAUSE_SECONDS)
-        values: dict[str, Any] = given.model_dump()
+        answer = suspend_flow_run(wait_for_input=form, key=f"budget-{k}-{raised}-{number}", timeout=PAUSE_SECONDS)
+        values: dict[str, Any] = answer.model_dump()
         more = {name: values[name] for name, limit in budget_of(run).items() if values[name] > limit}
         note = "" if more else "The last answer raised nothing.\n\n"
         try:
@@ -125,7 +125,7 @@ def _budget_form(run: Run, k: int, lines: list[str], note: str) -> type[RunInput
     fields["name"] = (str, Field(default="", description="Who raises it."))
     form = create_model("RaiseBudget", __base__=RunInput, **fields)
     used = "\n".join(f"- {line}" for line in lines)
-    said = (
+    text = (
         f"**Run {run.run_id} rests before iteration {k}.**\n\n{used}\n\n{note}Raise what is used up; the run goes on."
     )
-    return form.with_initial_data(description=said)
+    return form.with_initial_data(description=text)

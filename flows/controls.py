@@ -1,6 +1,6 @@
-"""Pause, resume and cancel by the run's id: what the buttons of the Prefect page do.
+"""Pause, resume and cancel by run ID, as the buttons of the Prefect page do.
 
-Invariant: only the flow run that a deployment started is touched, the newest one of the run; its iterations follow it.
+Invariant: only the newest flow run that a deployment started for the run is changed; its iterations follow it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelling, Suspended
 
-from flows._prefect.suspension import PAUSE_SECONDS
 from roundhouse.errors import ConfigError, InfraError, StoreError
+from roundhouse_flows._prefect.suspension import PAUSE_SECONDS
 
 
 def pause(run_id: str) -> str:
@@ -31,7 +31,8 @@ def cancel(run_id: str) -> str:
 
 
 def delete(run_id: str) -> int:
-    """Delete the run's flow runs with what they show (tasks, logs, artifacts), however they were started; how many.
+    """Delete the run's flow runs with their tasks, logs and artifacts, however they were started, and return their
+    number.
 
     Raises:
         httpx.HTTPError, PrefectHTTPStatusError: the server does not answer, or refuses.
@@ -39,12 +40,12 @@ def delete(run_id: str) -> int:
     count = 0
     with get_client(sync_client=True) as client:
         runs = FlowRunFilter.model_validate({"tags": {"all_": [f"run:{run_id}"]}})
-        while found := client.read_flow_runs(flow_run_filter=runs):
-            shown = {"flow_run_id": {"any_": [each.id for each in found]}}
-            while artifacts := client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(shown)):
+        while flow_runs := client.read_flow_runs(flow_run_filter=runs):
+            selection = {"flow_run_id": {"any_": [each.id for each in flow_runs]}}
+            while artifacts := client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(selection)):
                 for artifact in artifacts:
                     client.delete_artifact(artifact.id)
-            for each in found:
+            for each in flow_runs:
                 with suppress(ObjectNotFound):  # it went with its parent
                     client.delete_flow_run(each.id)
                 count += 1
@@ -52,9 +53,9 @@ def delete(run_id: str) -> int:
 
 
 def resume(run_id: str) -> str | None:
-    """Continue the run's newest flow run: a paused one resumes, one that failed, crashed or was cancelled runs again.
+    """Continue the run's newest flow run: a paused one resumes; a failed, crashed or cancelled one runs again.
 
-    Returns its id; None when there is none, or it is in another state.
+    Returns its ID; None if it does not exist or is in another state.
     """
     with get_client(sync_client=True) as client:
         newest = _newest(client, run_id)
@@ -64,9 +65,9 @@ def resume(run_id: str) -> str | None:
 
 
 def let_go_on(client: SyncPrefectClient, run_id: str, waits_for: str = "") -> str | None:
-    """Let the run's paused flow run go on, where its pause key begins so; its id, or None when there is none.
+    """Resume the run's paused flow run if its pause key starts so; return its ID, or None if it does not exist.
 
-    One that waits with a form gets an empty one: it looks into the store for what it waits for.
+    One that waits with a form gets an empty one: it reads the answer from the store.
     """
     newest = _newest(client, run_id)
     if newest is None or newest.state is None or newest.state_type != StateType.PAUSED:
@@ -104,11 +105,11 @@ def _set_state(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> st
 
 
 def _newest(client: SyncPrefectClient, run_id: str) -> FlowRun | None:
-    found = client.read_flow_runs(
+    flow_runs = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(
             {"tags": {"all_": [f"run:{run_id}"]}, "deployment_id": {"is_null_": False}}
         ),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=1,
     )
-    return found[0] if found else None
+    return flow_runs[0] if flow_runs else None

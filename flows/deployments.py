@@ -1,7 +1,7 @@
-"""The flows as a person starts them from the Prefect UI, by a schedule or by the API: a form each, then the same flow as ever.
+"""The flows as a person starts them from the Prefect UI, by a schedule or by the API: a form each, then the same flow.
 
-Invariant: a deployment adds nothing to a flow but its form, its names and tags, and the local services. What it starts is
-continued by `roundhouse train`, and the other way round.
+Invariant: a deployment adds only its form, its names and tags, and the local services to a flow. `roundhouse train`
+continues its runs, and the other way round.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from prefect.context import FlowRunContext
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runtime import flow_run
 
-from flows import approval, on_demand
-from flows._prefect.reruns import is_first_start
-from flows._prefect.suspension import lasting_suspensions
-from flows.forms import ApproveForm, CollectForm, EvaluateForm, ForkForm, ReplayForm, TrainForm, TrainOfflineForm
-from flows.prefect_log import reports_to_prefect
-from flows.train import training_flow
 from roundhouse.config.models import ResumeConfig, RunConfig
+from roundhouse.infra.consents import STATE_VARIABLE, record_consent, refuse_unaccepted_code
 from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run
 from roundhouse.store.run import load_run, open_run
 from roundhouse.store.stage import Reference
+from roundhouse_flows import approval, on_demand
+from roundhouse_flows._prefect.reruns import is_first_start
+from roundhouse_flows._prefect.suspension import lasting_suspensions
+from roundhouse_flows.forms import (
+    ApproveForm,
+    CollectForm,
+    EvaluateForm,
+    ForkForm,
+    ReplayForm,
+    TrainForm,
+    TrainOfflineForm,
+    own_configurations,
+)
+from roundhouse_flows.prefect_log import reports_to_prefect
+from roundhouse_flows.train import training_flow
 
-STATE_VARIABLE = "ROUNDHOUSE_STATE"
-"""Directory of state of the services that serve the deployments; the runs use the same."""
 DURABLE: dict[str, Any] = {"persist_result": True, "result_serializer": "json"}
 
 
@@ -43,20 +51,21 @@ def _train_name() -> str:
 
 @flow(name="train", flow_run_name=_train_name, **DURABLE)
 def train(settings: TrainForm) -> dict[str, Any]:
-    """Train a policy: a preset and what you change of it. The same run id goes on with the run of that name.
+    """Train a policy: a preset and your changes. The same run ID continues the existing run.
 
-    Retry continues a failed run at the failed stage; Cancel ends its processes and leaves it resumable; Suspend takes effect at
-    the next border of a stage.
+    Retry continues a failed run at the failed stage; Cancel ends its processes and leaves it resumable; Suspend takes
+    effect at the end of the present stage.
     """
     config = settings.resolve(_state())
     open_run(config, first_start=is_first_start())
+    record_consent(config)
     return _train(config)
 
 
 @flow(name="train-offline", flow_run_name="train-offline {settings.new_run_id}", **DURABLE)
 def train_offline(settings: TrainOfflineForm) -> dict[str, Any]:
     """A new run that starts from a checkpoint of another and learns from collected datasets instead of fresh rollouts."""
-    config = settings.resolve(_state())
+    config = settings.accepted(_state())
     fork_run(config)
     return _train(config)
 
@@ -64,15 +73,16 @@ def train_offline(settings: TrainOfflineForm) -> dict[str, Any]:
 @flow(name="fork", flow_run_name="fork {settings.run_id} as {settings.new_run_id}", **DURABLE)
 def fork(settings: ForkForm) -> dict[str, Any]:
     """A new run from an iteration of another: weights, trainer state, and its configuration but for what you change."""
-    config = settings.resolve(_state())
+    config = settings.accepted(_state())
     fork_run(config)
     return _train(config)
 
 
 def planned_moment(given: str | None) -> datetime | None:
-    """The moment that was given, else the one that a schedule planned this flow run for; None when nobody planned it.
+    """Return the given moment, else the one that a schedule planned for this flow run; None without a plan.
 
-    Prefect sets `expected_start_time` once: it stays however late the flow run starts and however often it is retried.
+    Prefect sets `expected_start_time` once: it does not change however late the flow run starts or however often it is
+    retried.
     """
     if given is not None:
         return datetime.fromisoformat(given).astimezone(UTC)
@@ -85,8 +95,9 @@ def planned_moment(given: str | None) -> datetime | None:
 
 @flow(name="collect", flow_run_name="collect {settings.name} of {settings.run_id}", **DURABLE)
 def collect(settings: CollectForm) -> Reference:
-    """Collect rollouts of a checkpoint into a dataset of its own, without training. With a schedule: every night, say."""
-    config = settings.resolve(_state())
+    """Collect rollouts of a checkpoint into a separate dataset, without training. With a schedule: every night, for
+    example."""
+    config = settings.accepted(_state())
     with _labelled(*_labels(config), f"dataset:{settings.name}"), services_of(config):
         return on_demand.collect.fn(
             config,
@@ -102,16 +113,17 @@ def collect(settings: CollectForm) -> Reference:
 @flow(name="evaluate", flow_run_name="evaluate {settings.run_id}", **DURABLE)
 def evaluate(settings: EvaluateForm) -> Reference:
     """Evaluate a checkpoint of a run on its held-out tasks."""
-    config = settings.resolve(_state())
+    config = settings.accepted(_state())
     with _labelled(*_labels(config)), services_of(config):
         return on_demand.evaluate.fn(config, settings.version)
 
 
 @flow(name="replay", flow_run_name="replay {settings.run_id} from {settings.first}", **DURABLE)
 def replay(settings: ReplayForm) -> dict[str, Any]:
-    """Run recorded stages again, with what you change, into replays/ of the store, and compare them with the original.
+    """Run recorded stages again, with your changes, into replays/ of the store, and compare them with the original.
 
-    Retry resumes after the last complete stage. The result is the comparison: what differs, first where and why.
+    Retry resumes after the last complete stage. The result is the comparison: the differences, starting with the first,
+    and their cause.
     """
     with _labelled(f"run:{settings.run_id}"):
         return settings.replay(get_run_logger().info).as_json()
@@ -119,14 +131,16 @@ def replay(settings: ReplayForm) -> dict[str, Any]:
 
 def _approve_name() -> str:
     settings = flow_run.parameters["settings"]
-    said = {"approve": "approve", "refuse": "refuse", "on_timeout": "time limit of"}.get(settings.decision, "approve?")
-    return f"{said} version {settings.version} of {settings.run_id}"
+    verb = {"approve": "approve", "refuse": "refuse", "on_timeout": "time limit of"}.get(settings.decision, "approve?")
+    return f"{verb} version {settings.version} of {settings.run_id}"
 
 
 @flow(name="approve", flow_run_name=_approve_name, **DURABLE)
 def approve(settings: ApproveForm) -> dict[str, Any]:
     """Approve or refuse the promotion of a version. Without a decision it asks: Resume opens the form."""
-    return approval.decide(load_run(settings.store, settings.run_id), settings)
+    run = load_run(settings.store, settings.run_id)
+    refuse_unaccepted_code(run.config, [], "tracking", own_configurations(_state()))
+    return approval.decide(run, settings)
 
 
 DEPLOYED = (train, train_offline, collect, evaluate, fork, replay, approve)
@@ -163,7 +177,7 @@ def _labels(config: RunConfig) -> list[str]:
 
 @contextmanager
 def _labelled(*labels: str) -> Iterator[None]:
-    """These tags on this flow run and on all that it starts; it tells Prefect how far it is, and rests as long as it is let."""
+    """Tag this flow run and all that it starts, report its progress to Prefect, and allow suspension."""
     with get_client(sync_client=True) as client:
         present = client.read_flow_run(flow_run.id).tags
         client.update_flow_run(flow_run.id, tags=sorted({*present, *labels}))

@@ -1,4 +1,6 @@
-"""The process of a flow run's pod: `python -m flows.flow_run_job`. Prefect's `flow-run execute`, with an exit code for the Job.
+"""The process of a flow run's pod: `python -m roundhouse_flows.flow_run_job`.
+
+Prefect's `flow-run execute`, with an exit code for the Job.
 
 Prefect's command exits with 0 whatever state the flow run ended in: the Job of a failed flow run is `Complete`, and alerts on
 failed Jobs never fire. This one exits with 1 if the flow run FAILED or CRASHED, and with 0 if it completed, was cancelled, is

@@ -1,7 +1,7 @@
-"""What a person fills in to start something: a preset and the settings that one really changes. All else goes as `overrides`.
+"""Forms that start something: a preset and the settings that people change most. Everything else goes into `overrides`.
 
-Invariant: a form says nothing by itself. An empty field means "as the preset (or the run) has it"; what comes out of `resolve`
-is an ordinary `RunConfig`, checked like any other, whose errors name the key.
+Invariant: a form has no defaults of its own: an empty field keeps the value of the preset (or run). `resolve` returns
+an ordinary `RunConfig`, checked like any other, whose errors name the key.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -18,29 +20,37 @@ from pydantic.json_schema import SkipJsonSchema
 from roundhouse.config.loading import apply_override, load_config, parse_config
 from roundhouse.config.models import LocalInfra, RunConfig
 from roundhouse.errors import ConfigError
-from roundhouse.replay import replay
-from roundhouse.replay.comparison import Comparison, DriftGate
-from roundhouse.replay.stages import Say
+from roundhouse.infra.consents import refuse_unaccepted_code
+from roundhouse.replays import replay
+from roundhouse.replays.comparison import Comparison, DriftGate
+from roundhouse.replays.stages import Say, substituted_config
+from roundhouse.shipped import shipped
 from roundhouse.stages.fork import Method, fork_config, offline_config
 from roundhouse.store.run import load_run
 
 PRESETS_VARIABLE = "ROUNDHOUSE_PRESETS"
-"""Directory of the presets, where it is not `configs` of the working directory."""
+"""Directory of the presets, if it is not `configs` of the working directory."""
 DEFAULT_STORE = ".roundhouse/store"
 
 
 def presets_directory() -> Path:
-    """Where the presets lie: the variable's, `configs` of the working directory, or those that came with the code."""
-    if given := os.environ.get(PRESETS_VARIABLE):
-        return Path(given)
-    own = Path("configs")
-    return own if own.is_dir() else Path(__file__).resolve().parents[1] / "configs"
+    """Return the variable's directory, else `configs` of the working directory, else that of the package."""
+    if directory := os.environ.get(PRESETS_VARIABLE):
+        return Path(directory)
+    return shipped("configs")
 
 
 def preset_names() -> list[str]:
     """Names of all presets: files there that configure a run."""
     files = presets_directory().glob("*.yaml")
     return sorted(path.stem for path in files if re.search(r"^run_id:", path.read_text(), re.MULTILINE))
+
+
+def own_configurations(state: str | None) -> Iterator[RunConfig]:
+    """Yield the presets that load here: their code needs no further consent in a run that a form started from them."""
+    for name in preset_names():
+        with suppress(ConfigError):  # of a variable that is not set here
+            yield _at(load_config(presets_directory() / f"{name}.yaml"), state)
 
 
 def _preset_choices(schema: dict[str, Any]) -> None:
@@ -50,7 +60,7 @@ def _preset_choices(schema: dict[str, Any]) -> None:
 
 
 def _left_out(schema: dict[str, Any]) -> None:
-    """An optional field has no default in the form: empty means that nothing is changed."""
+    """Remove an optional field's default from the form: empty means unchanged."""
     schema.pop("default", None)
 
 
@@ -59,7 +69,7 @@ def _optional(description: str) -> Any:
 
 
 def _in_order(schema: dict[str, Any]) -> None:
-    """Prefect's form shows fields by `position`: as they are written here, what is free text last."""
+    """Set `position`, by which Prefect's form orders fields: the order of this file, with free text last."""
     names = sorted(schema["properties"], key=lambda name: name == "overrides")
     for position, name in enumerate(names):
         schema["properties"][name]["position"] = position
@@ -80,7 +90,7 @@ Temperature = Annotated[float, Field(gt=0, le=4)]
 
 
 Override = Annotated[str, Field(pattern=rf"^({'|'.join(RunConfig.model_fields)})(\.[^.=\s]+)*=")]
-"""As far as a schema can say it: the page refuses a section that there is not, and a text without `=`."""
+"""As far as a schema can express it: the page refuses an unknown section, and a text without `=`."""
 
 
 class Form(BaseModel):
@@ -98,10 +108,14 @@ class Form(BaseModel):
     )
 
     def changes(self) -> list[str]:
-        """All that the form changes, as overrides; what was written out by hand comes last."""
-        given = {key: getattr(self, name) for name, key in self.KEYS.items()}
-        named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+        """Return all changes of the form as overrides, with those written by hand last."""
+        values = {key: getattr(self, name) for name, key in self.KEYS.items()}
+        named = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
         return named + self.overrides
+
+    def named(self) -> list[str]:
+        """Return every `key=value` that the person filled in, for the check of a stored run's code."""
+        return self.changes()
 
 
 class TrainForm(Form):
@@ -142,7 +156,7 @@ class TrainForm(Form):
     )
     keep_last: Count | SkipJsonSchema[None] = _optional("Newest checkpoints that are kept.")
     resume: Literal["auto", "disable"] = "auto"
-    """auto: go on with the run if it exists. disable: refuse a run id that exists."""
+    """auto: continue the run if it exists. disable: refuse a run ID that exists."""
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The run's configuration; `state` is the directory of the services that it is to use."""
@@ -166,6 +180,17 @@ class RunForm(Form):
         for override in self.changes():
             apply_override(tree, override)
         return _at(parse_config(tree, origin=f"run {self.run_id}"), state)
+
+    def accepted(self, state: str | None = None) -> RunConfig:
+        """Return the configuration of `resolve` after checking that the form, or a person on this machine, names all
+        its code.
+
+        Raises:
+            ConfigError: the stored run names other code.
+        """
+        config = self.resolve(state)
+        refuse_unaccepted_code(config, self.named(), own=own_configurations(state))
+        return config
 
 
 class EvaluateForm(RunForm):
@@ -201,9 +226,9 @@ class CollectForm(RunForm):
     }
 
     name: DatasetName = "offline"
-    """Of the dataset, whose versions lie in the store as datasets/NAME/VERSION."""
+    """Name of the dataset, whose versions are in the store as datasets/NAME/VERSION."""
     checkpoint: Literal["newest", "promoted"] = "newest"
-    """Which of the run's checkpoints plays: the newest, or the one that evaluations promoted."""
+    """The run's checkpoint that plays: the newest, or the one that evaluations promoted."""
     version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: as checkpoint says.")
     prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
@@ -241,7 +266,7 @@ class TrainOfflineForm(RunForm):
     }
 
     new_run_id: RunId
-    """Id of the new run: the same id goes on with it."""
+    """ID of the new run: the same ID continues it."""
     datasets: list[DatasetChoice] = Field(
         default=["offline"],
         min_length=1,
@@ -267,9 +292,13 @@ class TrainOfflineForm(RunForm):
         "Least effective sample of the importance weights, as a share of the tokens. Empty: 0.5."
     )
     on_stale: Literal["refuse", "warn"] = "refuse"
-    """What happens when the data is too old."""
+    """Reaction to data that is too old."""
     evaluate: bool = True
     """Evaluate on held-out tasks, which needs an engine."""
+
+    def named(self) -> list[str]:
+        """Return the named fields as for any form, with the teacher."""
+        return self.changes() + ([] if self.teacher is None else [f"train.algorithm.teacher={self.teacher}"])
 
     def resolve(self, state: str | None = None) -> RunConfig:
         """The new run's configuration; of a run that exists, with what may change of it."""
@@ -330,14 +359,16 @@ class ReplayForm(RunForm):
     seed: Seed | SkipJsonSchema[None] = _optional("Of shuffling. Empty: as it was.")
     name: DatasetName | SkipJsonSchema[None] = _optional("Of the replay. Empty: it follows from all of the above.")
     drift_gate: bool = True
-    """Stop where the recorded rollouts are no longer the policy's own."""
+    """Stop when the recorded rollouts no longer fit the policy."""
 
     def replay(self, say: Say = lambda line: None) -> Comparison:
         """Run it.
 
         Raises:
-            StoreError, ConfigError: as `roundhouse.replay.replay`.
+            StoreError, ConfigError: as `roundhouse.replays.replay`; the run names code that nobody accepted here.
         """
+        config = substituted_config(load_run(self.store, self.run_id).config, self.changes())
+        refuse_unaccepted_code(config, self.named(), own=own_configurations(None))
         return replay(
             self.store,
             self.run_id,
@@ -352,7 +383,7 @@ class ReplayForm(RunForm):
 
 
 def _at(config: RunConfig, state: str | None) -> RunConfig:
-    """The configuration with these local services, where it uses local ones."""
+    """Return the configuration with these local services, if it uses local ones."""
     if state is None or not isinstance(config.infra, LocalInfra):
         return config
     return config.model_copy(update={"infra": config.infra.model_copy(update={"state": state})})

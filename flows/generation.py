@@ -1,9 +1,9 @@
-"""Collect while training (`asynchrony.staleness` above 0): the generation loop next to the iterations, each durable by itself.
+"""Collect while training (`asynchrony.staleness` above 0): the generation loop next to the iterations, both durable.
 
     train ──┬── generation from 3      refit to version 2 ── collect 3 ── collect 4 ── refit to version 3 ── collect 5 …
             └── iteration 3 ── iteration 4 …                 each: (waits for its collect) validate, train, checkpoint, …
 
-The controller (`roundhouse.collection`) decides which rollouts may begin and what a step trains on.
+The controller (`roundhouse.collection`) decides which rollouts may start and which groups a step trains on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from prefect import flow
 from prefect.exceptions import Pause
 from prefect.futures import PrefectFuture
 
-from flows._prefect.orphans import end_generation_loops
-from flows._prefect.reruns import pin_subflow_index
-from flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
 from roundhouse.collection.asynchronous.overlap import BeginCollect, Overlap
 from roundhouse.collection.runner import END_SECONDS
 from roundhouse.errors import InfraError, StoreError
@@ -28,7 +25,10 @@ from roundhouse.stages.collect import training_tasks
 from roundhouse.stages.refit import engine_service
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
-from tasks.stages import collect_chosen, generate_rollouts, prefetch_rollouts, transfer, validate
+from roundhouse_flows._prefect.orphans import end_generation_loops
+from roundhouse_flows._prefect.reruns import pin_subflow_index
+from roundhouse_flows._prefect.tuning import OpaqueConfig, forget_results, tagged, untagged_tasks
+from roundhouse_tasks.stages import collect_chosen, generate_rollouts, prefetch_rollouts, transfer, validate
 
 _JOIN_SECONDS = 4 * END_SECONDS
 """For the generation loop to end, its stages and Prefect's own work included."""
@@ -56,7 +56,7 @@ def generation(config: OpaqueConfig, first: int) -> None:
                     try:
                         collecting.pop(ended).result()
                     except Exception as failed:  # noqa: BLE001 - raised where the iteration is to be trained
-                        if not overlap.runner.ended.is_set():  # else it was cancelled, and the loop says why
+                        if not overlap.runner.ended.is_set():  # otherwise it was cancelled, and the loop has the reason
                             overlap.failed(ended, failed)
                     forget_results()
             if overlap.failure is not None:
@@ -71,8 +71,8 @@ def generation(config: OpaqueConfig, first: int) -> None:
 
 
 class GenerationLoop:
-    """The generation loop of a run, which the iterations get their rollouts from (`flows.iteration.Source`): a thread with the
-    flow `generation`, started again on demand after it failed."""
+    """The generation loop of a run, from which the iterations get their rollouts (`roundhouse_flows.iteration.Source`): a
+    thread with the flow `generation`, started again on demand after it failed."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -137,11 +137,11 @@ class GenerationLoop:
 @contextmanager
 def generation_loop(run: Run) -> Iterator[GenerationLoop]:
     """The generation loop next to the block's iterations; it ends with the block, however that ends."""
-    found = GenerationLoop(run)
+    loop = GenerationLoop(run)
     try:
-        yield found
+        yield loop
     finally:
-        found.end()
+        loop.end()
 
 
 _overlap: contextvars.ContextVar[Overlap] = contextvars.ContextVar("overlap")

@@ -1,6 +1,6 @@
-"""One iteration: from version k-1 to version k, and what a run does when it has failed.
+"""One iteration: from version k-1 to version k, and the run's reaction to its failure.
 
-Synchronous, asynchronous and offline runs share this flow; they differ in where the sequences come from (`Source`).
+Synchronous, asynchronous and offline runs share this flow; they differ in the source of the sequences (`Source`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from prefect import Flow, flow
 
-from flows._prefect.reruns import pin_subflow_index
-from flows._prefect.tuning import OpaqueConfig, tagged, untagged_tasks
 from roundhouse.activity import announce
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import StoreError
@@ -26,12 +24,15 @@ from roundhouse.stages.report import reaches_target
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
-from tasks.health import reporter_of
-from tasks.report import report_iteration
-from tasks.stages import (
+from roundhouse_flows._prefect.reruns import pin_subflow_index
+from roundhouse_flows._prefect.tuning import OpaqueConfig, tagged, untagged_tasks
+from roundhouse_tasks.health import reporter_of
+from roundhouse_tasks.report import report_iteration
+from roundhouse_tasks.stages import (
     checkpoint,
     collect,
     evaluate,
+    own_stage,
     promote,
     refit,
     skip_iteration,
@@ -55,8 +56,10 @@ def iteration(config: OpaqueConfig, k: int) -> Reference:
 
     with untagged_tasks():
         with source.sequences(run, k, base) as sequences:
+            own_stages(run, k, "after_validate", sequences)
             update = train_step(run, k, sequences, base)
             published = checkpoint(run, update)
+        own_stages(run, k, "after_checkpoint", published)
         if is_evaluated(config, k) or (has_evaluations(config) and reaches_target(run, k)):
             with source.evaluation(k):
                 evaluate(run, published)
@@ -65,8 +68,14 @@ def iteration(config: OpaqueConfig, k: int) -> Reference:
     return published
 
 
+def own_stages(run: Run, k: int, place: Literal["after_validate", "after_checkpoint"], reference: Reference) -> None:
+    """Run the stages of `stages.after_…`, in their order."""
+    for target in getattr(run.config.stages, place):
+        own_stage(run, k, target, f"stages.{place}", reference)
+
+
 def is_evaluated(config: RunConfig, k: int) -> bool:
-    """Whether version k is evaluated: the last, and others every `evaluation.every`; none where that is null."""
+    """Return whether version k is evaluated: the last one, and every `evaluation.every`-th; none if that is null."""
     every = config.evaluation.every
     return every is not None and has_engine(config) and (k == config.iterations or (every > 0 and k % every == 0))
 
@@ -76,12 +85,12 @@ def has_evaluations(config: RunConfig) -> bool:
 
 
 def has_engine(config: RunConfig) -> bool:
-    """Whether a run needs an engine at all: an offline run only to evaluate."""
+    """Return whether a run needs an engine: an offline run only for evaluation."""
     return config.offline is None or config.offline.evaluate
 
 
 class Source(Protocol):
-    """Where the iterations of a run get their sequences from."""
+    """Source of a run's sequences."""
 
     def sequences(self, run: Run, k: int, base: Reference) -> AbstractContextManager[Reference]:
         """The validated sequences of iteration k, for the time of its training and checkpoint."""
@@ -115,16 +124,16 @@ class Offline(Synchronous):
 
 @contextmanager
 def source_of(run: Run) -> Iterator[None]:
-    """The iterations in the block get their sequences as the run's configuration says."""
+    """Set the source of sequences for the iterations in the block, by the run's configuration."""
     if run.config.offline is not None:
-        found: AbstractContextManager[Source] = nullcontext(Offline())
+        loop: AbstractContextManager[Source] = nullcontext(Offline())
     elif run.config.asynchrony.staleness == 0:
-        found = nullcontext(Synchronous())
+        loop = nullcontext(Synchronous())
     else:
-        from flows.generation import generation_loop
+        from roundhouse_flows.generation import generation_loop
 
-        found = generation_loop(run)
-    with found as source, iterating_on(source):
+        loop = generation_loop(run)
+    with loop as source, iterating_on(source):
         yield
 
 
@@ -157,7 +166,7 @@ def carry_out(run: Run, k: int, by: Flow[[RunConfig, int], Reference] = iteratio
         try:
             return tagged(by, f"run:{run.run_id}", f"iteration:{k}")(config, k)
         except Exception as error:
-            refuse_lost(run.location)  # what failed may have failed since another process drives the run
+            refuse_lost(run.location)  # the failure may come from another process that drives the run
             course = after_failure(error, config.failures, past)
             wait = f", {course.seconds:.0f} s" if course.step is Step.WAIT else ""
             reporter_of(run).report_error(

@@ -1,8 +1,8 @@
-"""How far a run is, in Prefect's log of its flow run, as the terminal shows it.
+"""Progress of a run in Prefect's log of its flow run, as in the terminal.
 
-Invariant: at most one line in `PLAIN_INTERVAL_SECONDS` says what goes on now; what stays true (stages with their figures,
-iterations, evaluations, alerts, warnings) has a line each. A process that was told to end is no crash, and its log does not
-call it one.
+Invariant: current activity takes at most one line in `PLAIN_INTERVAL_SECONDS`; each lasting fact (stages with their
+figures, iterations, evaluations, alerts, warnings) has a line. A process that was asked to end is not logged as a
+crash.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIGURES: dict[str, dict[str, str]] = {
     },
     "checkpoint": {},
 }
-"""Of each stage, the metrics in its line, and how they are written. An evaluation has a line of its own."""
+"""Metrics in each stage's line, with their formats. An evaluation has a separate line."""
 
 
 class PrefectLog(RunView):
@@ -56,7 +56,7 @@ class PrefectLog(RunView):
         super().__init__(Console(quiet=True, force_terminal=False), iterations)
         self._run_logger = get_run_logger()
 
-    def say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         for line in Text.from_markup(text).plain.splitlines():
             if line.strip():
                 self._run_logger.info(line.strip())
@@ -71,7 +71,8 @@ class PrefectLog(RunView):
         self._count("making the starting policy", step, steps, f"loss {loss:.3f}")
 
     def _on_stage_done(self, name: str, about: str, result: Any, begun: float) -> None:
-        """A stage that was complete before says so; a manifest that cannot be read now is shown by whoever needs it."""
+        """Log a finished stage. A stage that was already complete is marked so; an unreadable manifest is left to its
+        readers."""
         if name not in FIGURES or not isinstance(result, Reference):
             return
         with suppress(RoundhouseError, OSError):
@@ -106,8 +107,8 @@ class _Warnings(logging.Handler):
 
 
 def _calls_an_end_an_end(record: logging.LogRecord) -> bool:
-    said = record.getMessage()
-    if said.startswith(CRASH) and any(signal in said for signal in SIGNALS):
+    message = record.getMessage()
+    if message.startswith(CRASH) and any(signal in message for signal in SIGNALS):
         record.msg, record.args = ENDED, ()
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True

@@ -18,9 +18,9 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.server.schemas.schedules import CronSchedule as CronDates
 from prefect.utilities.asyncutils import run_coro_as_sync
 
-from flows.forms import CollectForm
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.stages.datasets import collected_moments, stamp
+from roundhouse_flows.forms import CollectForm
 
 DEPLOYMENT = "collect/collect"
 MOST_BACK_FILLS = 100
@@ -55,9 +55,9 @@ def add_schedule(form: CollectForm, cron: str, timezone: str = "UTC") -> Schedul
         schedule = CronSchedule(cron=cron, timezone=timezone)
     except ValueError as error:
         lines = str(error).splitlines()
-        said = lines[2].strip() if len(lines) > 2 else error  # pydantic says in the third what is wrong
+        problem = lines[2].strip() if len(lines) > 2 else error  # pydantic's third item is the cause
         raise ConfigError(
-            f"--cron {cron!r} --timezone {timezone!r}: {said} Five fields are wanted, such as '0 2 * * *' for "
+            f"--cron {cron!r} --timezone {timezone!r}: {problem} Five fields are wanted, such as '0 2 * * *' for "
             "two o'clock every night, and a time zone such as Europe/Berlin."
         ) from error
     with get_client(sync_client=True) as client:
@@ -73,7 +73,7 @@ def add_schedule(form: CollectForm, cron: str, timezone: str = "UTC") -> Schedul
             "parameters": {"settings": form.model_dump(mode="json", exclude_none=True)},
         }
         client._client.post(f"/deployments/{deployment.id}/schedules", json=[body]).raise_for_status()
-    return next(found for found in schedules() if found.name == form.name)
+    return next(new_schedule for new_schedule in schedules() if new_schedule.name == form.name)
 
 
 def schedules() -> list[Scheduled]:
@@ -83,44 +83,44 @@ def schedules() -> list[Scheduled]:
 
 
 def remove_schedule(name: str) -> None:
-    """Stop collecting into a dataset; what was collected stays.
+    """Stop collecting into a dataset; its versions stay.
 
     Raises:
-        ConfigError: there is no such schedule; those there are get listed.
+        ConfigError: the schedule does not exist; the text lists the existing ones.
     """
-    found = _named(name)
+    schedule = _named(name)
     with get_client(sync_client=True) as client:
-        client.delete_deployment_schedule(_deployment(client).id, found.id)
+        client.delete_deployment_schedule(_deployment(client).id, schedule.id)
         _forget_planned(client, name)
 
 
 def missed(name: str, since: datetime, until: datetime | None = None) -> list[datetime]:
-    """Moments of a schedule in [since, until) that have no complete version of the dataset.
+    """Return moments of a schedule in [since, until) without a complete version of the dataset.
 
     Raises:
-        ConfigError: no such schedule, or more moments than a back-fill does.
+        ConfigError: the schedule does not exist, or has more moments than a back-fill allows.
     """
-    found = _named(name)
-    dates = CronDates(cron=found.cron, timezone=found.timezone)
+    schedule = _named(name)
+    dates = CronDates(cron=schedule.cron, timezone=schedule.timezone)
     end = until or datetime.now(UTC)
     moments: list[datetime] = run_coro_as_sync(dates.get_dates(n=MOST_BACK_FILLS + 1, start=since, end=end)) or []
-    there = collected_moments(found.form.store, name)
-    wanted = [moment for moment in moments if moment < end and stamp(moment) not in there]
+    collected = collected_moments(schedule.form.store, name)
+    missing = [moment for moment in moments if moment < end and stamp(moment) not in collected]
     if len(moments) > MOST_BACK_FILLS:
         raise ConfigError(
             f"--since {since:%Y-%m-%d}: more than {MOST_BACK_FILLS} moments since then. Give a later day."
         )
-    return wanted
+    return missing
 
 
 def back_fill(name: str, moments: list[datetime]) -> list[str]:
     """Ask for the collection of these moments, one flow run each; their ids."""
-    found = _named(name)
+    schedule = _named(name)
     with get_client(sync_client=True) as client:
         deployment = _deployment(client)
         started = []
         for moment in moments:
-            form = found.form.model_copy(update={"moment": f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"})
+            form = schedule.form.model_copy(update={"moment": f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"})
             parameters = {"settings": form.model_dump(mode="json", exclude_none=True)}
             run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters, tags=["back-fill"])
             started.append(str(run.id))
@@ -129,21 +129,21 @@ def back_fill(name: str, moments: list[datetime]) -> list[str]:
 
 def _read(client: SyncPrefectClient) -> list[Scheduled]:
     deployment = _deployment(client)
-    found = []
+    result = []
     for schedule in client.read_deployment_schedules(deployment.id):
         settings = (schedule.parameters or {}).get("settings")
         if not isinstance(schedule.schedule, CronSchedule) or settings is None:
-            continue  # made by hand in the Prefect page, without a form: not ours to tell
+            continue  # made by hand in the Prefect page, without a form: unknown to us
         timezone = schedule.schedule.timezone or "UTC"
         dates = CronDates(cron=schedule.schedule.cron, timezone=timezone)
         coming = run_coro_as_sync(dates.get_dates(n=1, start=datetime.now(UTC))) if schedule.active else None
         form = CollectForm.model_validate(settings)
-        found.append(
+        result.append(
             Scheduled(
                 form, schedule.schedule.cron, timezone, schedule.active, schedule.id, coming[0] if coming else None
             )
         )
-    return found
+    return result
 
 
 def _forget_planned(client: SyncPrefectClient, name: str) -> None:
@@ -154,12 +154,12 @@ def _forget_planned(client: SyncPrefectClient, name: str) -> None:
 
 
 def _named(name: str) -> Scheduled:
-    there = schedules()
-    for found in there:
-        if found.name == name:
-            return found
+    existing = schedules()
+    for schedule in existing:
+        if schedule.name == name:
+            return schedule
     raise ConfigError(
-        f"No schedule collects into {name!r}. There are: {', '.join(each.name for each in there) or 'none'}."
+        f"No schedule collects into {name!r}. There are: {', '.join(each.name for each in existing) or 'none'}."
     )
 
 

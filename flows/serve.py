@@ -1,10 +1,11 @@
-"""The process that serves the deployments on this machine: `python -m flows.serve <state directory> --port N`.
+"""The process that serves the deployments on this machine: `python -m roundhouse_flows.serve <state directory> --port
+N`.
 
-Invariant: while it runs, a flow run that is asked for (by the UI's Run, a schedule, Retry, Resume) starts within seconds as a
-process of its own, one at a time: they share the machine's engine. Only what a person has to answer (`DESK`) waits for no
-run. When it starts, no flow run of its deployments is left in a state that needs a process which is gone.
+Invariant: while it runs, a requested flow run (the UI's Run, a schedule, Retry, Resume) starts within seconds in a
+separate process, one at a time, because they share the machine's engine. Only deployments that answer a person (`DESK`)
+do not wait. At its start, no flow run of its deployments is left in a state that needs a dead process.
 
-It waits for the Prefect server of the same state directory, so that both may be started at once.
+It waits for the Prefect server of the same state directory, so both may be started at once.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ def main() -> None:
     parser.add_argument("state", type=Path, help="state directory of the services")
     parser.add_argument("--port", type=int, required=True, help="of the health page")
     parser.add_argument("--limit", type=int, default=1, help="flow runs at a time")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     deadline = time.monotonic() + SERVER_SECONDS
-    while not (services := status(given.state)).is_ready("prefect"):
+    while not (services := status(arguments.state)).is_ready("prefect"):
         if time.monotonic() > deadline:
             raise InfraError(
-                f"The Prefect server of {given.state} is not ready after {SERVER_SECONDS:.0f} s. Its log: logs/prefect.log."
+                f"The Prefect server of {arguments.state} is not ready after {SERVER_SECONDS:.0f} s. Its log: logs/prefect.log."
             )
         time.sleep(0.2)
     # Prefect reads its settings when it is first imported, which must be after this.
     os.environ.update(services.environment())
-    os.environ["ROUNDHOUSE_STATE"] = str(given.state.resolve().parent)
-    asyncio.run(_serve(given.limit, given.port))
+    os.environ["ROUNDHOUSE_STATE"] = str(arguments.state.resolve().parent)
+    asyncio.run(_serve(arguments.limit, arguments.port))
 
 
 async def _serve(limit: int, port: int) -> None:
@@ -59,15 +60,15 @@ async def _serve(limit: int, port: int) -> None:
     from prefect.runner.server import perform_health_check
     from prefect.types._datetime import now
 
-    from flows._prefect.orphans import settle_orphans
-    from flows.alerts import install_once
-    from flows.deployments import DESK, deployments
+    from roundhouse_flows._prefect.orphans import settle_orphans
+    from roundhouse_flows.alerts import install_once
+    from roundhouse_flows.deployments import DESK, deployments
 
     options: dict[str, Any] = {"query_seconds": POLL_SECONDS, "pause_on_shutdown": False}
     runner = Runner(name="roundhouse", limit=limit, **options)
     desk = Runner(name="roundhouse-desk", limit=DESK_LIMIT, **options)
-    made = await deployments()
-    served = [await (desk if each.name in DESK else runner).aadd_deployment(each) for each in made]
+    all_deployments = await deployments()
+    served = [await (desk if each.name in DESK else runner).aadd_deployment(each) for each in all_deployments]
     await settle_orphans(served)
     await asyncio.to_thread(install_once)
     runner.last_polled = now("UTC")  # its health page is asked before its first poll
@@ -81,10 +82,10 @@ async def _serve(limit: int, port: int) -> None:
 
 
 async def _keep_suspensions(served: Sequence[UUID]) -> None:
-    """Let no suspended flow run end by itself: one whose process was killed cannot see to that."""
+    """Keep all suspended flow runs suspended: one whose process was killed cannot do so itself."""
     from prefect.exceptions import PrefectHTTPStatusError
 
-    from flows._prefect.suspension import prolong_suspensions
+    from roundhouse_flows._prefect.suspension import prolong_suspensions
 
     while True:
         try:

@@ -10,12 +10,7 @@ from typing import Any
 
 from prefect import Flow, flow
 
-from flows._prefect.reruns import is_first_start
-from flows._prefect.signals import redeliver_lost_signals
-from flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
-from flows.between_iterations import after_last_iteration, before_iteration
-from flows.iteration import carry_out, has_engine, source_of
-from flows.prefect_log import reports_to_prefect
+from roundhouse.config.defaults import rate_notes
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.stages.collect import with_epochs
@@ -23,24 +18,32 @@ from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.stages.report import reaches_target
+from roundhouse.stages.task_survey import input_digests, task_warnings
 from roundhouse.stages.train import trainer_released_at_end
 from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
 from roundhouse.tracking.catalogue import meaning_of
-from tasks.health import heartbeat
-from tasks.report import finish_run, finished_summary, report_iteration, tracked
-from tasks.stages import evaluate, prepare_offline, promote, start_engine, starting_policy
+from roundhouse_flows._prefect.reruns import is_first_start
+from roundhouse_flows._prefect.signals import redeliver_lost_signals
+from roundhouse_flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
+from roundhouse_flows.between_iterations import after_last_iteration, before_iteration
+from roundhouse_flows.engine_end import engine_released_at_end
+from roundhouse_flows.iteration import carry_out, has_engine, source_of
+from roundhouse_flows.prefect_log import reports_to_prefect
+from roundhouse_tasks.health import heartbeat
+from roundhouse_tasks.report import finish_run, finished_summary, report_iteration, tracked
+from roundhouse_tasks.stages import evaluate, prepare_offline, promote, start_engine, starting_policy
 
 log = logging.getLogger(__name__)
 
 
 @flow(name="train", flow_run_name="train {config.run_id}", persist_result=True, result_serializer="json")
 def train(config: OpaqueConfig) -> dict[str, Any]:
-    """Train a policy with GRPO. Started again under the same run id, it goes on after the last complete stage."""
+    """Train a policy with GRPO. A new start under the same run ID continues after the last complete stage."""
     refuse_unready(config)
     _refuse_unknown_metric(config)
-    run = with_epochs(open_run(config, first_start=is_first_start()))
+    run = with_epochs(_opened(config))
     if (summary := finished_summary(run)) is not None:
         return summary
     with _driven(run):
@@ -54,9 +57,9 @@ def train(config: OpaqueConfig) -> dict[str, Any]:
     name="train-offline", flow_run_name="train-offline {config.run_id}", persist_result=True, result_serializer="json"
 )
 def train_offline(config: OpaqueConfig) -> dict[str, Any]:
-    """Train a policy from collected datasets; only evaluation needs an engine. Started again, it goes on as `train` does."""
+    """Train a policy from collected datasets; only evaluation needs an engine. A new start continues as `train` does."""
     _refuse_unknown_metric(config)
-    run = with_iterations(open_run(config, first_start=is_first_start()))
+    run = with_iterations(_opened(config))
     if (summary := finished_summary(run)) is not None:
         return summary
     with _driven(run):
@@ -69,6 +72,18 @@ def train_offline(config: OpaqueConfig) -> dict[str, Any]:
         return _iterate(run, start)
 
 
+def _opened(config: RunConfig) -> Run:
+    """Return the run; a first start compares its task rows and user code with the record, and logs warnings about them."""
+    if not is_first_start():
+        return open_run(config)
+    run = open_run(config, first_start=True, inputs=input_digests(config))
+    for note in rate_notes(run.config):
+        log.info("%s", note)
+    for warning in task_warnings(config):
+        log.warning("%s", warning)
+    return run
+
+
 def training_flow(config: RunConfig) -> Flow[[RunConfig], dict[str, Any]]:
     """The flow that trains a run of this configuration."""
     return train if config.offline is None else train_offline
@@ -76,7 +91,7 @@ def training_flow(config: RunConfig) -> Flow[[RunConfig], dict[str, Any]]:
 
 @contextmanager
 def _driven(run: Run) -> Iterator[None]:
-    """What holds for the time of a training run: this process alone drives it, and shows how it is doing."""
+    """Context of a training run: this process alone drives it, and shows its state."""
     with (
         driving(run.location),
         untagged_tasks(),
@@ -85,6 +100,7 @@ def _driven(run: Run) -> Iterator[None]:
         reports_to_prefect(run.config.iterations),
         tracked(run),
         heartbeat(run),
+        engine_released_at_end(run),
         awake_at_end(run),
         trainer_released_at_end(),
     ):
@@ -124,7 +140,7 @@ def _refuse_unknown_metric(config: RunConfig) -> None:
 
 
 def next_iteration(run: Run) -> int:
-    """The first iteration whose report is not in the store."""
+    """Return the first iteration without a stored report."""
     latest = run.latest_checkpoint()
     version = run.first_version if latest is None else latest.policy_version
     return version + 1 if run.is_reported(version) else max(version, run.first_version + 1)

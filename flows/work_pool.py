@@ -1,7 +1,7 @@
-"""The flows as deployments of a Prefect work pool: what `prefect.yaml` says, made so.
+"""The flows as deployments of a Prefect work pool, by `prefect.yaml`.
 
-Invariant: after `deploy` the server has the pool with the template given, and each deployment of the file as the file has it;
-done twice, the second time changes nothing. What the file does not name stays: other deployments, schedules that people added.
+Invariant: after `deploy` the server has the pool with the given template, and each deployment equals the file's; a
+second call changes nothing. Everything outside the file stays: other deployments, schedules that people added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from roundhouse.errors import ConfigError, InfraError
 
 POOL_TYPE = "kubernetes"
 FROM_FILE = "prefect.yaml: "
-"""Before the slug of a schedule that the file named, so that one that it no longer names is known."""
+"""Prefix of a slug of the file's schedules, so that removed ones are recognised."""
 SERVED = "a process of this server's machine serves it, as `roundhouse up` does"
 
 
@@ -63,29 +63,29 @@ def deploy(file: DeploymentsFile, template: JobTemplate, *, dry_run: bool = Fals
 
 
 def _pool(client: SyncPrefectClient, name: str, template: JobTemplate, dry_run: bool) -> Iterator[str]:
-    wanted = template.model_dump()
+    template_dict = template.model_dump()
     try:
-        there = client.read_work_pool(name)
+        present = client.read_work_pool(name)
     except ObjectNotFound:
         if not dry_run:
-            client.create_work_pool(WorkPoolCreate(name=name, type=POOL_TYPE, base_job_template=wanted))
+            client.create_work_pool(WorkPoolCreate(name=name, type=POOL_TYPE, base_job_template=template_dict))
         yield f"work pool {name}: created"
         return
-    if there.type != POOL_TYPE:
+    if present.type != POOL_TYPE:
         raise ConfigError(
-            f"Work pool {name!r} is of type {there.type!r}, not {POOL_TYPE!r}. Name another in work_pool.name, or delete it."
+            f"Work pool {name!r} is of type {present.type!r}, not {POOL_TYPE!r}. Name another in work_pool.name, or delete it."
         )
-    if there.base_job_template == wanted:
+    if present.base_job_template == template_dict:
         yield f"work pool {name}: as it should be"
         return
     if not dry_run:
-        client.update_work_pool(name, WorkPoolUpdate(base_job_template=wanted))
+        client.update_work_pool(name, WorkPoolUpdate(base_job_template=template_dict))
     yield f"work pool {name}: job template replaced"
 
 
 def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool) -> Iterator[str]:
     flow = entry.flow()
-    wanted: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "entrypoint": entry.entrypoint,
         "path": None,
         "pull_steps": [],
@@ -100,28 +100,28 @@ def _deployment(client: SyncPrefectClient, entry: DeploymentEntry, dry_run: bool
         "enforce_parameter_schema": True,
     }
     try:
-        there = client.read_deployment_by_name(f"{flow.name}/{entry.name}")
+        present = client.read_deployment_by_name(f"{flow.name}/{entry.name}")
     except ObjectNotFound:
         yield f"deployment {flow.name}/{entry.name}: created"
         yield from (f"  schedule {each.slug}: {each.cron} ({each.timezone})" for each in entry.schedules)
         if not dry_run:
-            made = client.create_deployment(client.create_flow(flow), entry.name, **wanted)
-            _create_schedules(client, made, entry.schedules)
+            deployment_id = client.create_deployment(client.create_flow(flow), entry.name, **fields)
+            _create_schedules(client, deployment_id, entry.schedules)
         return
-    if _is_served(there):
+    if _is_served(present):
         yield f"deployment {flow.name}/{entry.name}: refused, since {SERVED}"
         return
-    limit = there.global_concurrency_limit  # there.concurrency_limit is always None
-    here = {name: getattr(there, name) for name in wanted} | {"concurrency_limit": limit and limit.limit}
-    changed = sorted(name for name, value in wanted.items() if here[name] != value)
+    limit = present.global_concurrency_limit  # there.concurrency_limit is always None
+    here = {name: getattr(present, name) for name in fields} | {"concurrency_limit": limit and limit.limit}
+    changed = sorted(name for name, value in fields.items() if here[name] != value)
     if changed and not dry_run:
-        client.update_deployment(there.id, DeploymentUpdate(**wanted))
+        client.update_deployment(present.id, DeploymentUpdate(**fields))
     yield f"deployment {flow.name}/{entry.name}: {'changed: ' + ', '.join(changed) if changed else 'as it should be'}"
-    yield from _schedules(client, there.id, there.schedules, entry, dry_run)
+    yield from _schedules(client, present.id, present.schedules, entry, dry_run)
 
 
 def _is_served(there: DeploymentResponse) -> bool:
-    """Whether its flow runs belong to a process that serves it, and to no work pool."""
+    """Return whether its flow runs belong to a serving process rather than to a work pool."""
     return there.work_pool_name is None
 
 
@@ -139,9 +139,9 @@ def _schedules(
     client: SyncPrefectClient, deployment: Any, there: list[DeploymentSchedule], entry: DeploymentEntry, dry_run: bool
 ) -> Iterator[str]:
     ours = {str(each.slug): each for each in there if str(each.slug).startswith(FROM_FILE)}
-    wanted = {FROM_FILE + each.slug: each for each in entry.schedules}
-    for slug in sorted({*ours, *wanted}):
-        old, new = ours.get(slug), wanted.get(slug)
+    from_file = {FROM_FILE + each.slug: each for each in entry.schedules}
+    for slug in sorted({*ours, *from_file}):
+        old, new = ours.get(slug), from_file.get(slug)
         if old is not None and new is not None:
             here = (old.schedule, old.active, old.parameters or {})
             if here == (_cron(new), new.active, new.parameters):
@@ -151,19 +151,19 @@ def _schedules(
                 client.delete_deployment_schedule(deployment, old.id)
             if new is not None:
                 _create_schedules(client, deployment, (new,))
-        done = "removed" if new is None else f"{'changed' if old else 'created'}: {new.cron} ({new.timezone})"
-        yield f"  schedule {slug.removeprefix(FROM_FILE)}: {done}"
+        change = "removed" if new is None else f"{'changed' if old else 'created'}: {new.cron} ({new.timezone})"
+        yield f"  schedule {slug.removeprefix(FROM_FILE)}: {change}"
 
 
 def _create_schedules(client: SyncPrefectClient, deployment: Any, schedules: tuple[ScheduleEntry, ...]) -> None:
     if schedules:
-        made = [
+        requests = [
             DeploymentScheduleCreate(
                 schedule=_cron(each), active=each.active, parameters=each.parameters, slug=FROM_FILE + each.slug
             )
             for each in schedules
         ]
-        client.create_deployment_schedules(deployment, made)
+        client.create_deployment_schedules(deployment, requests)
 
 
 def _cron(schedule: ScheduleEntry) -> CronSchedule:

@@ -1,24 +1,25 @@
-"""What is in flight in this process, since when, when it last moved; and the watchdog that gives up a stage that hangs.
+"""Work in flight in this process, with its last progress, and the watchdog that aborts a hanging stage.
 
-Invariant: work that was started and has not ended is in flight, and ended work leaves nothing. Starting, advancing or
-ending work is progress of that work and of everything that it is part of, so a stage that still finishes model calls moves.
+Invariant: started, unfinished work is in flight, and ended work leaves nothing. Starting, advancing or ending work is
+progress of that work and of everything that it belongs to, so a stage that still finishes model calls makes progress.
 
     collect 3 ──┬── rollout g1/0 ── model call http://…    oldest; moved 4 s ago
                 └── rollout g1/1 ── environment calculator
 
-Work begun inside the block of other work (also in its coroutines, and in threads that take over its context) is part of it.
+Work started inside the block of other work (also in its coroutines, and in threads that take over its context) is part
+of it.
 
-Stages report progress by `announce`, as log records of one logger; what shows them adds a handler to the logger
-`roundhouse.progress` and reads the record's `event` and `facts`. Nobody listening costs nothing.
+Stages report progress by `announce`, as log records of the logger `roundhouse.progress`; handlers read the record's
+`event` and `facts`.
 
-A supervised stage cannot hang: `supervised` returns, or raises, at the latest `limit + GRACE_SECONDS` after the last progress
-of its work. The work runs in a thread of its own, since nothing in a thread can end a call of that thread that does not return.
+`supervised` returns or raises at the latest `limit + GRACE_SECONDS` after the last progress of its work. The work runs
+in a separate thread, because a thread cannot end its own call that does not return.
 
     caller ── waits ──────────────── nothing moved for `limit` ──> interrupts the work ──> Stalled (an InfraError)
     work   ── track(…) … track(…) … ──────────── hangs ───────────────────X
 
-Work that is interrupted cleans up as after Ctrl-C. Work that hangs in a call of the operating system or of a C library cannot
-be interrupted; it is left behind in its daemon thread. What it may still write is an attempt of its own.
+Interrupted work cleans up as after Ctrl-C. Work that hangs in a call of the operating system or a C library cannot be
+interrupted; its daemon thread is abandoned, and any later writes belong to a separate attempt.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class Work:
 
     token: str
     module: str
-    """Who does it: collect, engine, environment, train, …"""
+    """Module that does it: collect, engine, environment, train, …"""
     kind: str
-    """What it is: rollout, model call, update 3 of 8, …"""
+    """Kind of work: rollout, model call, update 3 of 8, …"""
     about: str
-    """What it is for, such as a rollout's id."""
+    """Subject, such as a rollout's ID."""
     where: str
-    """URL or server that is waited for, where there is one."""
+    """URL or server that is awaited, if any."""
     seconds: float
     """Since it began."""
     silent_seconds: float
@@ -81,7 +82,7 @@ class _Begun:
 
 
 FailureListener = Callable[[str, str, Exception], None]
-"""(module, what it was doing, what it raised); called where it was raised, in any thread."""
+"""(module, activity, exception); called in the raising thread."""
 _REPORTED = "__roundhouse_reported__"
 _within: ContextVar[str | None] = ContextVar("roundhouse_work", default=None)
 
@@ -106,10 +107,10 @@ class Activity:
             self._listeners.remove(listener)
 
     def start(self, module: str, kind: str, about: str = "", where: str = "", patience: float = 0.0) -> str:
-        """Begin work, as a part of the work that this context is in; returns its token.
+        """Start work as a part of the context's work and return its token.
 
         Args:
-            patience: seconds for which it may well be silent, since it has a time limit of its own.
+            patience: seconds of allowed silence, because it has a separate time limit.
         """
         now, parent = self._clock(), _within.get()
         token = f"{module}-{next(self._numbers)}"
@@ -119,16 +120,16 @@ class Activity:
         return token
 
     def advance(self, token: str | None = None) -> None:
-        """Say that this work (by default the context's own) has moved."""
+        """Record progress of this work (by default the context's own)."""
         with self._changed:
             self._move(_within.get() if token is None else token, self._clock())
 
     def end(self, token: str) -> None:
         """End work; ending it twice does nothing."""
         with self._changed:
-            begun = self._begun.pop(token, None)
-            if begun is not None:
-                self._move(begun.parent, self._clock())
+            work = self._begun.pop(token, None)
+            if work is not None:
+                self._move(work.parent, self._clock())
                 self._changed.notify_all()
 
     @contextmanager
@@ -151,11 +152,11 @@ class Activity:
             self.end(token)
 
     def in_flight(self, within: str | None = None) -> list[Work]:
-        """What is in flight, oldest first; `within` asks for the parts of one piece of work only."""
+        """Return work in flight, oldest first; with `within`, only the parts of that work."""
         with self._changed:
             now = self._clock()
             chosen = [
-                (token, begun) for token, begun in self._begun.items() if within is None or self._is_in(token, within)
+                (token, work) for token, work in self._begun.items() if within is None or self._is_in(token, within)
             ]
         return [
             Work(token, b.module, b.kind, b.about, b.where, now - b.began, now - b.moved)
@@ -163,32 +164,32 @@ class Activity:
         ]
 
     def silent_seconds(self, token: str) -> float:
-        """How long neither this work nor a part of it has moved; 0 when it has ended."""
+        """Return the seconds since this work or a part of it last moved; 0 after its end."""
         with self._changed:
-            begun = self._begun.get(token)
-            return 0.0 if begun is None else self._clock() - begun.moved
+            work = self._begun.get(token)
+            return 0.0 if work is None else self._clock() - work.moved
 
     def is_stalled(self, token: str, limit: float) -> bool:
-        """Whether this work has not moved for `limit` seconds, and no part of it is within its patience."""
+        """Return whether this work has not moved for `limit` seconds, and no part of it is within its patience."""
         with self._changed:
-            begun, now = self._begun.get(token), self._clock()
-            if begun is None or now - begun.moved <= limit:
+            work, now = self._begun.get(token), self._clock()
+            if work is None or now - work.moved <= limit:
                 return False
             parts = [part for name, part in self._begun.items() if part.patience and self._is_in(name, token)]
             return all(now - part.moved > part.patience for part in parts)
 
     def around(self) -> list[Work]:
         """The work that this context is in, outermost first."""
-        found, token = [], _within.get()
+        chain, token = [], _within.get()
         with self._changed:
             now = self._clock()
             while token is not None and (b := self._begun.get(token)) is not None:
-                found.append(Work(token, b.module, b.kind, b.about, b.where, now - b.began, now - b.moved))
+                chain.append(Work(token, b.module, b.kind, b.about, b.where, now - b.began, now - b.moved))
                 token = b.parent
-        return found[::-1]
+        return chain[::-1]
 
     def is_quiescent(self, module: str | None = None) -> bool:
-        """Whether nothing is in flight (in one module)."""
+        """Return whether nothing is in flight (in one module)."""
         with self._changed:
             return self._is_quiescent(module)
 
@@ -215,19 +216,19 @@ class Activity:
         return values
 
     def _is_quiescent(self, module: str | None) -> bool:
-        return not any(module is None or begun.module == module for begun in self._begun.values())
+        return not any(module is None or work.module == module for work in self._begun.values())
 
     def _is_in(self, token: str, within: str) -> bool:
-        found: str | None = token
-        while found is not None and found != within:
-            begun = self._begun.get(found)
-            found = None if begun is None else begun.parent
-        return found is not None
+        current: str | None = token
+        while current is not None and current != within:
+            work = self._begun.get(current)
+            current = None if work is None else work.parent
+        return current is not None
 
     def _move(self, token: str | None, now: float) -> None:
-        while token is not None and (begun := self._begun.get(token)) is not None:
-            begun.moved = now
-            token = begun.parent
+        while token is not None and (work := self._begun.get(token)) is not None:
+            work.moved = now
+            token = work.parent
 
 
 ACTIVITY = Activity()
@@ -249,7 +250,7 @@ T = TypeVar("T")
 
 
 GRACE_SECONDS = 10.0
-"""For interrupted work to close what it has open."""
+"""Time for interrupted work to close its resources."""
 
 
 _INTERRUPT_SECONDS = 0.2
@@ -268,11 +269,11 @@ class Stalled(InfraError):
     def __init__(self, message: str, stack: str = "") -> None:
         super().__init__(message)
         self.stack = stack
-        """Where the stage's thread stood."""
+        """Stack of the stage's thread."""
 
 
 class Interrupted(BaseException):
-    """Raised inside work that was given up. No `except Exception` takes it for a failure of its own."""
+    """Raised inside aborted work. `except Exception` does not catch it."""
 
 
 def supervised(
@@ -284,10 +285,10 @@ def supervised(
     grace: float = GRACE_SECONDS,
     refuse: Callable[[], None] = lambda: None,
 ) -> T:
-    """The result of `work`, as stage `stage` (about `iteration 3`, say), or its error.
+    """Return the result of `work`, as stage `stage` (about `iteration 3`, for example), or raise its error.
 
     Args:
-        refuse: called about once a second; what it raises ends the work.
+        refuse: called about once a second; its exception ends the work.
 
     Raises:
         Stalled: nothing in it moved for `limit` seconds.
@@ -365,16 +366,15 @@ class Supervision(Generic[T]):
         self._declare(lambda: setattr(self, "_main", None))
 
     def stack(self) -> str:
-        """Where it stands, or what it waits for does."""
+        """Return its position, or that of the work it waits for."""
         if self._inner is not None and not self._inner.done.is_set():
             return self._inner.stack()
         frame: FrameType | None = sys._current_frames().get(self.thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:])
 
     def interrupt(self, grace: float) -> None:
-        """End the work if it can be ended, within `grace` seconds: its event loop first, then the thread itself; and the event
-        loop of the work that it waits for, where that does not end by itself. What that work does after its loop, such as to
-        write down what it has, is not interrupted."""
+        """End the work if possible, within `grace` seconds: its event loop first, then the thread itself, then the
+        event loop of the work that it waits for. Work after that loop, such as storing results, is not interrupted."""
         self.given_up = True
         if (main := self._main) is not None:
             loop, task = main
@@ -398,7 +398,7 @@ class Supervision(Generic[T]):
         while time.monotonic() < deadline:
             with self._gate:
                 ident, ended = self.thread.ident, self._main is None if only_in_loop else self.done.is_set()
-                if ident is None or ended or not self._begun:  # what has not begun yet does not begin: `_run`
+                if ident is None or ended or not self._begun:  # work that has not started does not start: `_run`
                     return
                 if not _starts_a_thread(ident):
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
@@ -428,8 +428,8 @@ class Supervision(Generic[T]):
 
 
 def _starts_a_thread(ident: int) -> bool:
-    """Whether a thread has started another that does not run yet. Python 3.11 files it under the thread that starts it, so
-    that an interruption could end it before it has said that it runs, for which the other waits for ever."""
+    """Return whether a thread has started another that does not run yet. Python 3.11 registers it under the starting
+    thread, so an interruption could end it before it reports that it runs, for which the other waits for ever."""
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code is not threading.Thread.start.__code__:
         frame = frame.f_back
@@ -439,8 +439,8 @@ def _starts_a_thread(ident: int) -> bool:
 class _Worker(threading.Thread):
     """A thread that does one supervised work after another, and lives as long as the process.
 
-    Linux ends a child that asked to die with its parent (Ray's do) when the *thread* that started it ends. One whose work was
-    given up takes no other work, since an interruption may still be on its way to it.
+    Linux ends a child that asked to die with its parent (Ray's do) when the *thread* that started it ends. A worker
+    whose work was aborted takes no other work, because an interruption may still be on its way.
     """
 
     def __init__(self) -> None:

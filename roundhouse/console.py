@@ -1,4 +1,4 @@
-"""The terminal's view of a run: one line for what is finished, one moving line for what is going on.
+"""The terminal's view of a run: one line for each finished thing, one moving line for the present activity.
 
 It listens to `roundhouse.activity`. Without a terminal (a pipe, CI) it writes plain lines and no moving one.
 """
@@ -6,23 +6,48 @@ It listens to `roundhouse.activity`. Without a terminal (a pipe, CI) it writes p
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from roundhouse.activity import logger
+from roundhouse.activity import ACTIVITY, Work, logger
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_INTERVAL_SECONDS = 10.0
-"""Without a terminal, activity is printed at most this often."""
+"""Without a terminal, activity is printed once in this time if nothing else is."""
+TICK_SECONDS = 1.0
+
+
+MANY_TRUNCATED = 0.3
+"""Share of truncated rollouts above which an iteration's line and `roundhouse runs doctor` name it."""
+
+
+def work_text(works: Sequence[Work]) -> str:
+    """The newest part of the stage at work, and how long it takes; rollouts and their calls are counted.
+
+    >>> stage = Work("t1", "train", "stage", "iteration 3", "", 40.0, 1.0)
+    >>> work_text([stage, Work("t2", "train", "update 2 of 8", "", "", 9.0, 1.0)])
+    'update 2 of 8 for 9 s'
+    """
+    rollouts = sum(work.kind == "rollout" for work in works)
+    parts = [work for work in works if work.kind not in ("stage", "rollout", "model call", "call")]
+    texts = [f"{rollouts} rollouts in flight"] if rollouts else []
+    if parts:
+        newest = min(parts, key=lambda work: work.seconds)
+        texts.append(f"{' '.join(part for part in (newest.kind, newest.about) if part)} for {newest.seconds:.0f} s")
+    return " · ".join(texts)
 
 
 class Pace:
-    """How fast a run goes: rollouts of the stage at work, and the time of its iterations. `clock` gives seconds."""
+    """Pace of a run: rollouts of the present stage, and the time of its iterations. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -69,13 +94,26 @@ class Pace:
 
 
 class RunView(logging.Handler):
-    """Shows the events of a run; without `iterations`, of a single collection or evaluation."""
+    """Shows the events of a run; without `iterations`, of a single collection or evaluation.
 
-    def __init__(self, console: Console, iterations: int | None = None) -> None:
+    Args:
+        first: version that the run starts from. Its report is that of an evaluation and of the collected data.
+        run_id: for the commands that the view names.
+    """
+
+    def __init__(self, console: Console, iterations: int | None = None, first: int = 0, run_id: str = "") -> None:
         super().__init__()
         self._console = console
         self.iterations = iterations
+        self._first = first
+        self._run_id = f" {run_id}" if run_id else ""
         self._told_at = 0.0
+        self._newest = ("", "")
+        """The newest activity, and its counts."""
+        self._began_at = 0.0
+        """When it began."""
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
         self._pace = Pace()
         columns = (
             SpinnerColumn(),
@@ -85,18 +123,39 @@ class RunView(logging.Handler):
         )
         self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._activity = self._progress.add_task("", total=None, note="", visible=False)
+        self._ticker = threading.Thread(target=self._tick_until_end, name="run view", daemon=True)
 
     def __enter__(self) -> RunView:
         logger.addHandler(self)
         logger.propagate = False
+        self._ticker.start()
         if self._console.is_terminal:
             self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._ticker.join()
         self._progress.stop()
         logger.removeHandler(self)
         logger.propagate = True
+
+    def _tick_until_end(self) -> None:
+        while not self._ended.wait(TICK_SECONDS):
+            self.tick()
+
+    def tick(self) -> None:
+        """Show the newest activity with the work in flight; without a terminal, if nothing was written for a while."""
+        with self._lock:
+            what, count = self._newest
+            if not what:
+                return
+            parts = [part for part in (count, work_text(ACTIVITY.in_flight())) if part]
+            if self._console.is_terminal:
+                note = " · ".join([*parts, *filter(None, [self._pace.left()])])
+                self._progress.update(self._activity, description=what, note=note, visible=True)
+            elif time.monotonic() - self._told_at > PLAIN_INTERVAL_SECONDS:
+                self.say(escape(f"  … {' · '.join([what, *parts, f'{time.monotonic() - self._began_at:.0f} s'])}"))
 
     def emit(self, record: logging.LogRecord) -> None:
         show = getattr(self, f"_on_{getattr(record, 'event', '')}", None)
@@ -105,20 +164,31 @@ class RunView(logging.Handler):
 
     def say(self, text: str) -> None:
         """Write one lasting line."""
+        self._told_at = time.monotonic()
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
+    def expect(self, what: str) -> None:
+        """Name the work that begins, for the case that it takes long."""
+        with self._lock:
+            self._newest, self._began_at, self._told_at = (what, ""), time.monotonic(), time.monotonic()
+
     def activity(self, what: str, done: float | None = None, total: float | None = None, note: str = "") -> None:
-        """Show what is going on now."""
-        if self._console.is_terminal:
-            count = f"{done:.0f}/{total:.0f}" if done is not None and total is not None else ""
-            told = " · ".join(part for part in (count, note, self._pace.left()) if part)
-            self._progress.update(
-                self._activity, description=what, completed=done or 0, total=total, note=told, visible=True
-            )
-        elif time.monotonic() - self._told_at > PLAIN_INTERVAL_SECONDS:
-            self._told_at = time.monotonic()
-            count = f" {done:.0f}/{total:.0f}" if done is not None and total is not None else ""
-            self.say(escape(f"  … {what}{count} {note}".rstrip()))
+        """Show the present activity."""
+        count = f"{done:.0f}/{total:.0f}" if done is not None and total is not None else ""
+        with self._lock:
+            if what != self._newest[0]:
+                self._began_at = time.monotonic()
+            self._newest = what, " · ".join(part for part in (count, note) if part)
+            if self._console.is_terminal:
+                text = " · ".join(part for part in (count, note, self._pace.left()) if part)
+                self._progress.update(
+                    self._activity, description=what, completed=done or 0, total=total, note=text, visible=True
+                )
+            elif time.monotonic() - self._told_at > PLAIN_INTERVAL_SECONDS:
+                self.say(escape(f"  … {what}{f' {count}' if count else ''} {note}".rstrip()))
 
     def _on_services(self, text: str) -> None:
         self.activity(f"services: {text}")
@@ -166,7 +236,9 @@ class RunView(logging.Handler):
             if step == "skip"
             else "the run ends"
         )
-        self.say(f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs status`")
+        self.say(
+            f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs status{self._run_id}`"
+        )
 
     def _on_retraining(self, iterations: int, version: int) -> None:
         self.say(f"  training {iterations} iterations again for the optimizer state of version {version}")
@@ -188,13 +260,13 @@ class RunView(logging.Handler):
         self.say("\n".join(f"  {escape(line)}" for line in text.splitlines()))
 
     def _on_iteration(self, iteration: int, metrics: dict[str, float]) -> None:
-        if iteration > 0 and self.iterations is not None:
+        if iteration > self._first and self.iterations is not None:
             self._pace.iteration(metrics.get("time/iteration", 0.0), self.iterations - iteration)
             self.say(f"  {iteration_line(iteration, self.iterations, metrics)}")
 
 
 def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -> str:
-    """An iteration in one line; of an offline one, what its data say."""
+    """Return an iteration in one line; for an offline one, its data's figures."""
     if "reward/mean" not in metrics and "offline/effective_rollouts" not in metrics and "train/nll" in metrics:
         seconds = metrics.get("time/iteration", 0)
         return f"iteration {iteration:>3d}/{iterations}  loss {metrics['train/nll']:.3f} nats a token  {seconds:.1f} s"
@@ -207,21 +279,68 @@ def iteration_line(iteration: int, iterations: int, metrics: dict[str, float]) -
             f"{metrics.get('time/iteration', 0):.1f} s",
         ]
         return "  ".join(parts)
-    reward = metrics.get("reward/mean", 0.0)
-    bar = BARS[min(len(BARS) - 1, max(0, int(reward * len(BARS))))]
+    reward = metrics.get("reward/mean")
+    bar = "" if reward is None else f" {BARS[min(len(BARS) - 1, max(0, int(reward * len(BARS))))]}"
     parts = [
         f"iteration {iteration:>3d}/{iterations}",
-        f"reward {reward:.3f} {bar}",
+        f"reward {reward_text(reward)}{bar}",
         f"turns {metrics.get('rollout/turns_mean', 0):.2f}",
         f"mismatch {metrics.get('train/logprob_abs_diff_max', 0):.0e}",
         f"{metrics.get('time/iteration', 0):.1f} s",
     ]
-    return "  ".join(parts)
+    return "  ".join([*parts, *failed_parts(metrics), *_remarks(metrics)])
+
+
+def _remarks(metrics: dict[str, float]) -> list[str]:
+    """Return why an iteration taught little or nothing."""
+    remarks = []
+    if metrics.get("train/baseline_reward/pct_mixed") == 0 and not metrics.get("train/grad_norm"):
+        remarks.append("no gradient: each group has one reward throughout")
+    if (cut := metrics.get("rollout/truncated_rate", 0.0)) > MANY_TRUNCATED:
+        remarks.append(f"truncated {cut:.0%}: answers are cut off by a limit")
+    return remarks
+
+
+def failed_parts(metrics: dict[str, float]) -> list[str]:
+    """Return the failures of an iteration's rollouts by code, for its line; nothing without any."""
+    prefix = "failures/code/"
+    codes = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix)}
+    counts = ", ".join(f"{code} {codes[code]:.0f}" for code in sorted(codes, key=lambda code: -codes[code]))
+    return [f"failed {metrics.get('rollout/failed_rate', 0.0):.0%}: {counts}"] if codes else []
 
 
 def reward_text(reward: float | None) -> str:
-    """A reward with three decimals; a dash where no rollout had one."""
+    """Return a reward with three decimals; a dash if no rollout had one."""
     return "–" if reward is None else f"{reward:.3f}"
+
+
+def mean_text(evaluation: dict[str, Any]) -> str:
+    """A mean reward with its standard error."""
+    mean, error = evaluation.get("reward_mean"), evaluation.get("reward_stderr")
+    return reward_text(mean) + ("" if mean is None or error is None else f" ± {reward_text(error)}")
+
+
+def _tasks(evaluation: dict[str, Any]) -> str:
+    """Return the number of evaluated tasks, and of training tasks among them, which older summaries lack."""
+    after = evaluation["after"]
+    tasks = "–" if after.get("tasks") is None else f"{after['tasks']:.0f}"
+    if evaluation.get("never_trained_on"):
+        return f"{tasks} tasks never trained on"
+    shared = after.get("tasks_in_training")
+    return (
+        f"{tasks} tasks, [yellow]{shared:.0f} of them training tasks, too[/]" if shared else f"{tasks} held-out tasks"
+    )
+
+
+def _iterations(summary: dict[str, Any]) -> str:
+    """The iterations that a run made, and their time. An older summary does not have the version that a fork begins from."""
+    first = summary.get("first_version", 0)
+    count = summary["iterations"] - first
+    span = f"{first + 1}" if count == 1 else f"{first + 1} to {summary['iterations']}"
+    last = f" ({span})" if first and count > 0 else ""
+    idle = summary.get("seconds_between_starts") or 0.0
+    between = f", {idle:.0f} of them between starts" if idle >= 1 else ""
+    return f"{count} iteration{'' if count == 1 else 's'}{last} in {summary['wall_seconds']:.0f} s{between}"
 
 
 def print_summary(console: Console, summary: dict[str, Any], links: dict[str, str], hints: list[str]) -> None:
@@ -229,21 +348,22 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
     before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
     console.print()
     if before and after:  # a summary that is stored may lack the fields of an evaluation without a reward
-        means, errors = (
-            [reward_text(each.get(key)) for each in (before, after)] for key in ("reward_mean", "reward_stderr")
-        )
-        tasks = "–" if after.get("tasks") is None else f"{after['tasks']:.0f}"
-        console.print(
-            f"[bold]Held-out reward {' → '.join(means)}[/]  (± {', ± '.join(errors)}; {tasks} tasks never trained on)"
-        )
-        for name, found in after.get("sets", {}).items():
-            earlier = before.get("sets", {}).get(name, {})
-            means = [reward_text(each.get("reward_mean")) for each in (earlier, found)]
-            console.print(f"  {name}: {' → '.join(means)} (± {reward_text(found.get('reward_stderr'))})")
+        means = " → ".join(mean_text(each) for each in (before, after))
+        console.print(f"[bold]Held-out reward {means}[/]  ({_tasks(summary['evaluation'])})")
+        for name, evaluation in after.get("sets", {}).items():
+            means = " → ".join(mean_text(each) for each in (before.get("sets", {}).get(name, {}), evaluation))
+            change = summary["evaluation"].get("changes", {}).get(name)
+            difference = "" if change is None else f"  (change {change['change']:+.3f} ± {change['stderr']:.3f})"
+            console.print(f"  {name}: {means}{difference}")
+            if change is not None and change["high"] < 0:
+                console.print(
+                    f"  [yellow]{name} fell by more than chance explains. A KL to the starting policy "
+                    "(train.algorithm.kl_coefficient) or a lower train.optimizer.learning_rate keeps more of it.[/]"
+                )
     if (converted := summary.get("converted_from")) is not None:
         console.print(f"starting policy: {escape(converted)}, dequantised to float32: not the published weights")
     ledger = ", ".join(f"{count} {name}" for name, count in summary["ledger"].items() if count)
-    console.print(f"{summary['iterations']} iterations in {summary['wall_seconds']:.0f} s · rollouts: {ledger}")
+    console.print(f"{_iterations(summary)} · rollouts: {ledger or 'none'}")
     start = summary.get("seconds_before_first_stage")
     if start is not None and start["total"]:
         console.print(
@@ -263,5 +383,7 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
         console.print(f"{name:<14}{link}", markup=False, soft_wrap=True)
     if hints:
         console.print("\n[bold]Try next[/]")
+        if shutil.which("roundhouse") is None:
+            console.print(f"  source {Path(sys.executable).parent / 'activate'}", soft_wrap=True, markup=False)
         for hint in hints:
             console.print(f"  {hint}", soft_wrap=True, highlight=False, markup=False)

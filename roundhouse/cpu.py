@@ -1,22 +1,23 @@
-"""CPU: how many threads a model is worth, what the processor can do, and which stage used how many seconds.
+"""CPU: the best number of threads for a model, the processor's abilities, and CPU seconds per stage.
 
-Threads: asked for a number of threads, that number is taken; otherwise the model's size decides. A small model's work on one
-token is shorter than the wait of two threads for each other: at 0.66 M parameters two threads generated 1,000 to 1,300 tokens/s
-on two busy cores, one thread 6,600 to 8,600. From some ten million parameters on, matrix products take nearly all the time, and
-share it well.
+Threads: a requested number is used; otherwise the model's size decides. A small model's work on one token is shorter
+than the wait of two threads for each other: at 0.66 M parameters two threads generated 1,000 to 1,300 tokens/s on two
+busy cores, one thread 6,600 to 8,600. From some ten million parameters on, matrix products take nearly all the time,
+and scale well.
 
-Seconds: those of a thread within `attribute_to_this_stage` count for the stage of that thread alone; all others count for the
-stage that measures the process. So the seconds of stages that run concurrently in several threads add up.
+Seconds: those of a thread within `attribute_to_this_stage` count for the stage of that thread alone; all others count
+for the stage that measures the process. The seconds of stages that run concurrently in several threads therefore add
+up.
 
     with attribute_to_this_stage():   in each thread of a stage that runs concurrently with others
         seconds = clock()             of this thread here; of the process without such threads elsewhere
         seconds() - seconds()
 
-What a thread within the block lets other threads compute is attributed to the process. Where the system does not report one
-thread's CPU time to others (Linux does), it is subtracted from the process's when the thread leaves the block.
+Work that a thread within the block gives to other threads is attributed to the process. If the system does not report
+one thread's CPU time to others (Linux does), it is subtracted from the process's when the thread leaves the block.
 
-Programs: other processes of this machine that work for this one (`ProgramCpu`). Each of their seconds is given at most once: to
-the stage that takes it, or as lost, where a program ended without a result.
+Programs: other processes of this machine that work for this one (`ProgramCpu`). Each of their seconds is counted at
+most once: for the stage that takes it, or as lost, if a program ended without a result.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ def available_cores() -> int:
 
 
 def threads_for(parameters: int, asked: int = 0, *, processes: int = 1) -> int:
-    """Threads of one process that computes a model. Engine and trainer take turns, so each may have all cores.
+    """Return the number of threads of one process that computes a model. Engine and trainer take turns, so each may
+    have all cores.
 
     Args:
-        asked: what the configuration says; 0 leaves it to the size.
-        processes: how many share the cores.
+        asked: configured number; 0 decides by the size.
+        processes: number of processes that share the cores.
     """
     if asked:
         return asked
@@ -57,13 +59,13 @@ def threads_for(parameters: int, asked: int = 0, *, processes: int = 1) -> int:
 
 
 def slowness() -> float:
-    """How much longer than on an idle machine things may take: the load a core, within 1 to 6."""
+    """Return the factor by which work may take longer than on an idle machine: the load per core, within 1 to 6."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return min(6.0, max(1.0, load / available_cores()))
 
 
 def parameters_of(config_file: Path) -> int:
-    """About how many parameters a model has, from its config.json; 0 where it does not say."""
+    """Return the approximate number of a model's parameters from its config.json; 0 if unknown."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config = config.get("text_config") or config
     try:
@@ -75,7 +77,7 @@ def parameters_of(config_file: Path) -> int:
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the processor has instructions for bfloat16; where that cannot be known, it is taken to have."""
+    """Return whether the processor has instructions for bfloat16; if unknown, True."""
     if platform.system() != "Linux" or not cpuinfo.exists():
         return True
     lines = cpuinfo.read_text().splitlines()
@@ -89,14 +91,14 @@ _lock = threading.Lock()
 _ended = 0.0
 """Seconds of threads that have left the block."""
 _at_work: dict[int, tuple[int | None, float]] = {}
-"""By thread within the block: its clock, and what this said at the beginning."""
+"""By thread within the block: its clock, and the clock's initial value."""
 _helped: dict[int, float] = {}
 """By thread within the block: seconds of threads that have worked for it."""
 
 
 @contextmanager
 def attribute_to_this_stage() -> Iterator[None]:
-    """This thread works for a stage of its own, concurrently with others; within another such block nothing changes."""
+    """Count this thread for a separate stage, concurrently with others; nested blocks have no effect."""
     global _ended
     thread = threading.get_ident()
     if thread in _at_work:
@@ -117,8 +119,9 @@ def attribute_to_this_stage() -> Iterator[None]:
 
 @contextmanager
 def attribute_to_stage_of(other: int) -> Iterator[None]:
-    """This thread works for another one (`threading.get_ident`), and so do its helpers. Where that is within the block above,
-    it has their seconds, once this thread has left this block; elsewhere the process has them, as without it."""
+    """Count this thread and its helpers for another thread (`threading.get_ident`). If that one is within the block
+    above, it gets their seconds once this thread has left this block; otherwise the process gets them, as without
+    it."""
     if other not in _at_work:
         yield
         return
@@ -137,7 +140,7 @@ def attribute_to_stage_of(other: int) -> Iterator[None]:
 
 
 def clock() -> Clock:
-    """What measures a stage that this thread begins."""
+    """Return the clock for a stage that this thread begins."""
     thread = threading.get_ident()
     return (lambda: time.thread_time() + _helped.get(thread, 0.0)) if thread in _at_work else process_seconds
 
@@ -146,7 +149,7 @@ def process_seconds() -> float:
     """CPU seconds of this process, without the threads within `attribute_to_this_stage`."""
     with _lock:
         elsewhere = _ended + sum(
-            time.clock_gettime(found) - began for found, began in _at_work.values() if found is not None
+            time.clock_gettime(clock_id) - began for clock_id, began in _at_work.values() if clock_id is not None
         )
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return usage.ru_utime + usage.ru_stime - elsewhere
@@ -157,13 +160,13 @@ class ProgramCpu:
     """CPU seconds of one program, with those of all processes that it started."""
 
     stage: str
-    """That it works for: the URI of its directory, or its kind where a program serves one iteration after another."""
+    """Stage that it works for: the URI of its directory, or its kind if a program serves one iteration after another."""
     read: Callable[[], float]
     """CPU seconds so far, as the system has them: a lower bound, since those of a process that nobody waited for are gone."""
     seconds: float = 0.0
     """The most that was read."""
     given: float = 0.0
-    """Of these, taken by a stage or lost."""
+    """Part of these that a stage took or that is lost."""
     has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -195,11 +198,11 @@ class ProgramCpu:
 
 
 _programs: list[ProgramCpu] = []
-"""Those that run, or that have ended with seconds to give."""
+"""Running programs, and ended ones with uncounted seconds."""
 _of_ended = 0.0
 """Seconds of programs that have ended and given all."""
 _lost = 0.0
-"""Of all programs, the seconds that are lost."""
+"""Lost seconds of all programs."""
 
 
 def programs_seconds() -> tuple[float, float]:
@@ -209,7 +212,7 @@ def programs_seconds() -> tuple[float, float]:
 
 
 def take_seconds(stage: str, *, as_lost: bool = False) -> float:
-    """What the programs of a stage have used and was not given before. `as_lost`: for nothing, since their attempt failed."""
+    """Take the uncounted seconds of a stage's programs. `as_lost`: their attempt failed."""
     global _lost
     with _lock:
         taken = sum(program.give() for program in list(_programs) if program.stage == stage)

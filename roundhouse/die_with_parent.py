@@ -1,7 +1,7 @@
 """Start a command that does not outlive the supervisor: `python -m roundhouse.die_with_parent <parent> <command> …`.
 
-Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies, by whatever means; elsewhere the next
-`up` or `down` ends what was left. The command replaces this process, so nothing of it stays in memory.
+Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies in any way; elsewhere the next `up` or
+`down` ends remaining processes. The command replaces this process, which leaves nothing in memory.
 """
 
 from __future__ import annotations

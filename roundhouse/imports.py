@@ -1,22 +1,23 @@
-"""Imports: of classes named in a configuration, `path.py:Class` or `module:Class`; and what the import of a large library need
-not cost, which is libraries that are not used here, and searching for garbage where nothing is thrown away.
+"""Imports of classes named in a configuration (`path.py:Class` or `module:Class`), and faster imports of large
+libraries.
 
-Invariant: a symbol is either returned as the kind that was asked for, or refused with what is there instead. A file is executed
-once in a process, however often it is named, so that its classes keep their identity.
+Invariant: a symbol is returned as the requested kind, or refused with the existing alternatives. A file is executed
+once in a process, however often it is named, so its classes keep their identity.
 
-A relative path is looked for under each of `bases` in turn, then under NEXRL_PATH, where it is set, then in the working
-directory.
-
-The old name of a module that moved, in a stored run's configuration, is read as the new name (`MOVED`).
+A relative path is looked up under each of `bases` in turn, then under NEXRL_PATH, if set, then in the working
+directory. The old name of a moved module in a stored run's configuration is read as the new name (`MOVED`). A
+foreign package that is not installed is replaced by the module here that has its names (`FOREIGN`).
 
     load_class("evaluator.py:Exact", Evaluator, "environment.evaluator", ["recipes/quiz/agent_workspace"])
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import os
@@ -24,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -38,31 +40,57 @@ MOVED = {
     "roundhouse.gym.gymnasium": "roundhouse.environments.base",
     "roundhouse.gym.workers": "roundhouse.compat.nexrl",
 }
-"""Packages and modules whose classes configurations name, by the name that they had."""
+"""Moved packages and modules with classes that configurations name, by their old names."""
+
+
+FOREIGN = {"nexrl": "roundhouse.compat.nexrl", "nemo_rl": "roundhouse.compat.nemo_rl"}
+"""Modules with the names of foreign packages, by the package; `MODULES` of each are the package's modules."""
+
+
+class ForeignNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the packages of `FOREIGN`, the last of all finders: an installed package is found before."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        package = fullname.partition(".")[0]
+        if package not in FOREIGN or (
+            fullname != package and fullname not in importlib.import_module(FOREIGN[package]).MODULES
+        ):
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = importlib.import_module(FOREIGN[module.__name__.partition(".")[0]])
+        module.__getattr__ = functools.partial(getattr, names)  # type: ignore[method-assign]
+
+
+def provide_foreign_names() -> None:
+    """Let code of users import the names of `FOREIGN`."""
+    if not any(isinstance(finder, ForeignNames) for finder in sys.meta_path):
+        sys.meta_path.append(ForeignNames())
 
 
 def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases: Sequence[str | Path] = ()) -> type[T]:
-    """The class that `target` names.
+    """Load the class of `target`.
 
     Args:
-        kind: what it must be a subclass of; of one of them, if there are several.
+        kind: required base class, or one of several.
         key: the configuration key, for the error.
 
     Raises:
-        ConfigError: no such file, module or class, or it is no `kind`.
+        ConfigError: the file, module or class does not exist, or is not a `kind`.
     """
-    module, found = _named(target, key, bases, "Class")
+    module, symbol = _named(target, key, bases, "Class")
     where, _, name = target.rpartition(":")
-    if isinstance(found, type) and issubclass(found, kind):
-        return found
-    wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-    there = sorted(
+    if isinstance(symbol, type) and issubclass(symbol, kind):
+        return symbol
+    kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+    existing = sorted(
         each
         for each, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, kind) and not each.startswith("_")
     )
-    what = f"has no {name}" if found is None else f"has a {name} that is no {wanted}"
-    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(there) or f'no {wanted}'}.")
+    what = f"has no {name}" if symbol is None else f"has a {name} that is no {kinds}"
+    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(existing) or f'no {kinds}'}.")
 
 
 def load_function(target: str, key: str, bases: Sequence[str | Path] = ()) -> Callable[..., Any]:
@@ -71,26 +99,29 @@ def load_function(target: str, key: str, bases: Sequence[str | Path] = ()) -> Ca
     Raises:
         ConfigError: no such file, module or function.
     """
-    module, found = _named(target, key, bases, "function")
-    if callable(found):
-        return found
+    module, symbol = _named(target, key, bases, "function")
+    if callable(symbol):
+        return symbol
     where, _, name = target.rpartition(":")
-    there = sorted(
+    existing = sorted(
         each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")
     )
-    raise ConfigError(f"{key} is {target!r}: {where} has no function {name}. There are: {', '.join(there) or 'none'}.")
+    raise ConfigError(
+        f"{key} is {target!r}: {where} has no function {name}. There are: {', '.join(existing) or 'none'}."
+    )
 
 
 def _named(target: str, key: str, bases: Sequence[str | Path], what: str) -> tuple[ModuleType, object]:
-    """The module, and what it has under the name: None where that is nothing."""
+    """Return the module, and its object of this name, or None."""
     where, separator, name = target.rpartition(":")
     if not separator or not where or not name:
         raise ConfigError(f"{key} is {target!r}: write path/to/file.py:{what} or package.module:{what}.")
+    provide_foreign_names()
     module = _file_module(where, key, bases) if where.endswith(".py") else _module(_moved(where), key)
-    found: object = module
+    symbol: object = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return module, found
+        symbol = getattr(symbol, part, None)
+    return module, symbol
 
 
 def add_import_path(directory: str | Path) -> None:
@@ -106,7 +137,7 @@ def _moved(name: str) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    """Where the modules are that a file of the user's still imports by their old names."""
+    """Return the new places of modules that a user's file imports by their old names."""
     if not isinstance(error, ModuleNotFoundError) or not str(error.name).startswith("roundhouse.gym"):
         return ""
     return " These modules moved: " + ", ".join(f"{old} is {new}" for old, new in MOVED.items()) + "."
@@ -141,10 +172,10 @@ def _file_module(path: str, key: str, bases: Sequence[str | Path]) -> ModuleType
 
 
 def find_file(path: str, key: str, bases: Sequence[str | Path] = ()) -> Path:
-    """The file that a relative or absolute path names.
+    """Return the file of a relative or absolute path.
 
     Raises:
-        ConfigError: there is none; the text says what is there instead.
+        ConfigError: it does not exist; the text lists the alternatives.
     """
     nexrl = [os.environ["NEXRL_PATH"]] if os.environ.get("NEXRL_PATH") else []
     tried = [Path(path)] if Path(path).is_absolute() else [Path(base) / path for base in (*bases, *nexrl, ".")]
@@ -154,16 +185,16 @@ def find_file(path: str, key: str, bases: Sequence[str | Path] = ()) -> Path:
     directory = next((candidate.parent for candidate in tried if candidate.parent.is_dir()), None)
     suffix = Path(path).suffix
     beside = sorted(file.name for file in directory.glob(f"*{suffix}")) if directory else []
-    there = f" {directory} has: {', '.join(beside) or f'no {suffix} file'}." if directory else ""
-    raise ConfigError(f"{key}: no file {path}; tried {', '.join(map(str, tried))}.{there}")
+    existing = f" {directory} has: {', '.join(beside) or f'no {suffix} file'}." if directory else ""
+    raise ConfigError(f"{key}: no file {path}; tried {', '.join(map(str, tried))}.{existing}")
 
 
 @contextmanager
 def hide_packages(*names: str) -> Iterator[None]:
-    """Within the block these packages seem not to be installed, unless they were imported before; afterwards all is as it was.
+    """Hide these packages during the block, unless they are imported already.
 
-    For imports at a process's start, before there are threads that import. What an optional import decided in the block,
-    it may remember for good.
+    For imports at a process's start, before other threads import. A decision of an optional import in the block may be
+    permanent.
     """
     absent = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None there means: no such module
@@ -176,11 +207,11 @@ def hide_packages(*names: str) -> Iterator[None]:
 
 @contextmanager
 def gc_paused(*, stays: bool = True) -> Iterator[None]:
-    """No garbage is looked for in the block: a fifth of the time that torch and transformers take to be imported.
+    """Pause garbage collection in the block, which takes a fifth of the import time of torch and transformers.
 
     Args:
-        stays: what the block makes lives as long as the process, so that garbage is never looked for again among what is there
-            by then, and a full collection is shorter by that.
+        stays: objects made in the block live as long as the process, so later collections skip all present objects and
+            are faster.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -195,27 +226,27 @@ def gc_paused(*, stays: bool = True) -> Iterator[None]:
 
 @contextmanager
 def lean_transformers() -> Iterator[None]:
-    """What is imported of transformers in the block does without three optional packages: scikit-learn, which tunes how far an
-    assistant model drafts ahead; scipy, for the losses of models that detect objects; accelerate, which spreads a model over
-    devices. They are a sixth of a trainer's imports and a quarter of an engine's.
+    """Import transformers in the block without three optional packages: scikit-learn (tuning of assistant models),
+    scipy (losses of object detectors) and accelerate (models over several devices). They are a sixth of a trainer's
+    imports and a quarter of an engine's.
 
-    The modules that were imported in the block do without them for good. Everything else can import them.
+    Modules imported in the block never use them. All others can import them.
 
-    Where this is the first import of transformers, it does not read the metadata of all installed packages either: 0.7 s of CPU
-    with 300 of them, to look up the versions of ten whose names it knows.
+    If this is the first import of transformers, it does not read the metadata of all installed packages either: 0.7 s
+    of CPU with 300 of them, for the versions of ten known ones.
     """
     with gc_paused(stays=False), _distributions_by_need():
         from transformers import utils
 
     checks = ("is_sklearn_available", "is_scipy_available", "is_accelerate_available")
-    found = {name: getattr(utils, name) for name in checks}
+    originals = {name: getattr(utils, name) for name in checks}
     for name in checks:
         setattr(utils, name, lambda *_, **__: False)
     try:
         with gc_paused(stays=False):  # a model may be made in the block, and go again
             yield
     finally:
-        for name, check in found.items():
+        for name, check in originals.items():
             setattr(utils, name, check)
 
 
@@ -238,7 +269,7 @@ class _Distributions(dict[str, list[str]]):
 
 @contextmanager
 def _distributions_by_need() -> Iterator[None]:
-    """What asks in the block which distributions there are, learns it by and by."""
+    """Look up distributions on demand in the block."""
     read = metadata.packages_distributions
     metadata.packages_distributions = lambda: _Distributions(read)
     try:

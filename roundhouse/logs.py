@@ -1,15 +1,15 @@
-"""Logs for a program to read: a JSON object a line, with what it is about.
+"""Logs for programs: one JSON object per line, with its context.
 
-Invariant: a line is one object with `time`, `level`, `logger`, `message`, and of `run`, `iteration`, `stage`, `rollout` those
-that the code that wrote it works on: the run is set where the work begins (`about`), the rest is read from the work in
-flight (`roundhouse.activity`), so no ids are passed around for the sake of a log.
+Invariant: a line is one object with `time`, `level`, `logger`, `message`, and those of `run`, `iteration`, `stage`,
+`rollout` that apply: the run is set at the start of the work (`about`), the rest comes from the work in flight
+(`roundhouse.activity`), so no IDs are passed around for logging.
 
     {"time": "2026-11-21T20:15:03.120Z", "level": "warning", "logger": "roundhouse.collection.in_process_runner",
      "message": "…", "run": "mine", "iteration": 12, "stage": "collect", "rollout": "g000003/1"}
 
-`ROUNDHOUSE_LOG=json` turns it on in every process of a run (flow, engine, trainer, gym); without it logs stay as they are.
-`ROUNDHOUSE_LOG_LEVEL` (debug, info, warning, error) says from which level on; at debug, the engine writes the stages of each
-model call (`roundhouse.trajectories.records.CallStage`), the token IDs among them.
+`ROUNDHOUSE_LOG=json` enables it in every process of a run (flow, engine, trainer, gym). `ROUNDHOUSE_LOG_LEVEL` (debug,
+info, warning, error) is the lowest level; at debug, the engine writes the stages of each model call
+(`roundhouse.trajectories.records.CallStage`), including the token IDs.
 
 `ROUNDHOUSE_METRICS_PORT` opens the page of metrics; `set_up_observability` reads both variables.
 """
@@ -53,16 +53,16 @@ def about(**labels: Any) -> Iterator[None]:
 
 
 def labels() -> dict[str, Any]:
-    """What the code that asks works on."""
-    found = _of_process() | (_labels.get() or {})
+    """Return the context of the calling code."""
+    result = _of_process() | (_labels.get() or {})
     for work in ACTIVITY.around():
         if work.kind == "rollout":
-            found["rollout"] = work.about
+            result["rollout"] = work.about
         elif work.kind == "stage":
-            found["stage"] = work.module
+            result["stage"] = work.module
             if (iteration := re.fullmatch(r"iteration (\d+)", work.about)) is not None:
-                found["iteration"] = int(iteration[1])
-    return found
+                result["iteration"] = int(iteration[1])
+    return result
 
 
 class JsonLines(logging.Formatter):
@@ -84,22 +84,22 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs() -> None:
-    """Do what `ROUNDHOUSE_LOG` and `ROUNDHOUSE_LOG_LEVEL` say; called where a process begins. Twice is once.
+    """Apply `ROUNDHOUSE_LOG` and `ROUNDHOUSE_LOG_LEVEL`; called at a process's start. A second call has no effect.
 
     Raises:
-        ConfigError: they say something else than json, or a level.
+        ConfigError: a value other than json, or an unknown level.
     """
-    wanted, level = os.environ.get(VARIABLE, ""), os.environ.get(LEVEL_VARIABLE, "").lower()
-    if wanted not in ("", "json"):
-        raise ConfigError(f"{VARIABLE} is {wanted!r}. Set it to json, or leave it unset.")
+    form, level = os.environ.get(VARIABLE, ""), os.environ.get(LEVEL_VARIABLE, "").lower()
+    if form not in ("", "json"):
+        raise ConfigError(f"{VARIABLE} is {form!r}. Set it to json, or leave it unset.")
     if level and level not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}. Set it to one of {', '.join(LEVELS)}, or leave it unset.")
-    if wanted or level:
+    if form or level:
         logging.getLogger("roundhouse").setLevel(level.upper() or logging.INFO)
     root = logging.getLogger()
     if any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
         return
-    if wanted:
+    if form:
         _of_process()
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines())
@@ -111,22 +111,22 @@ def set_up_logs() -> None:
 def _of_process() -> dict[str, Any]:
     text = os.environ.get(LABELS_VARIABLE, "")
     try:
-        found = json.loads(text) if text else {}
+        result = json.loads(text) if text else {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise ConfigError(f"{LABELS_VARIABLE} is {text!r}. It must be a JSON object.")
-    return found
+    return result
 
 
 METRICS_VARIABLE = "ROUNDHOUSE_METRICS_PORT"
 
 
 def set_up_observability() -> CollectorRegistry | None:
-    """Do what the environment says; what is not set costs nothing. Returns where metrics are served, if anywhere.
+    """Apply the environment's settings; unset ones cost nothing. Return the address of the metrics, if served.
 
     Raises:
-        ConfigError: a variable has a value that cannot be.
+        ConfigError: a variable has an invalid value.
     """
     set_up_logs()
     # of several ranks in a pod, the first has the page

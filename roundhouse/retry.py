@@ -1,7 +1,7 @@
-"""Pauses between the attempts of a call that is repeated.
+"""Pauses between the attempts of a repeated call.
 
-Invariant: the n-th pause is `first * factor ** (n - 1)`, at most `longest`; with `spread`, a random share of it, so that many
-clients do not ask again in step. When to give up is the caller's decision: by time, by count, or never.
+Invariant: the n-th pause is `first * factor ** (n - 1)`, at most `longest`; with `spread`, a random share of it, so
+that many clients do not retry in step. The caller decides when to stop: by time, by count, or never.
 
     >>> [Backoff(0.1, longest=0.5).pause(n) for n in (1, 2, 3, 4)]
     [0.1, 0.2, 0.4, 0.5]
@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 
 _MOST_STEPS = 64
-"""A loop that never gives up counts further than a float's exponent reaches."""
+"""An endless loop counts further than a float's exponent reaches."""
 
 
 @dataclass(frozen=True)

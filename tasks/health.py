@@ -1,9 +1,9 @@
-"""How a run is doing, as Prefect and MLflow show it: events, tags and gauges of what `roundhouse.health` knows.
+"""State of a run in Prefect and MLflow: events, tags and gauges from `roundhouse.health`.
 
-Every error that reaches a stage's border becomes one event `roundhouse.failure.<code>` of the resource
-`roundhouse.run.<run_id>`, and every alert one `roundhouse.alert.<name>`: on these an automation of Prefect can act
-(`flows/alerts.py`). Events leave by a thread of Prefect's; a server that is away costs nothing. MLflow has the newest as
-tags, and the gauges once a minute.
+Every error at a stage's boundary becomes one event `roundhouse.failure.<code>` of the resource
+`roundhouse.run.<run_id>`, and every alert one `roundhouse.alert.<name>`, on which Prefect automations can act
+(`flows/alerts.py`). A Prefect thread sends events; an unreachable server costs nothing. MLflow has the newest as tags,
+and the gauges once a minute.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from roundhouse.health.policy import code_of
 from roundhouse.store.run import Run
 
 FAILURE_SECONDS = 60.0
-"""How often failures of one kind in tracked work are reported: a thousand model calls may fail for one reason."""
+"""Shortest interval between reports of one kind of failure in tracked work: a thousand model calls may fail for one
+reason."""
 GAUGE_SECONDS = 60.0
-"""How often the gauges go to MLflow: its database keeps every point."""
+"""Interval of gauges in MLflow, whose database keeps every point."""
+SYSTEM = "system"
+"""Prefix of metrics that MLflow lists with the machine's load instead of the iterations' metrics."""
 _TAG_CHARACTERS = 500
 
 _reporters: dict[str, ErrorReporter] = {}
@@ -42,7 +45,7 @@ def reporter_of(run: Run) -> ErrorReporter:
 
 @contextmanager
 def heartbeat(run: Run) -> Iterator[None]:
-    """The run's record follows what this process does, for the time of a block, and has the failures of its tracked work."""
+    """Keep the run's record up to date during a block, including the failures of its tracked work."""
     every = run.config.failures.heartbeat_seconds
     with (
         Heartbeat(run.location, reporter_of(run), every, on_beat=_gauges(run)),
@@ -52,15 +55,15 @@ def heartbeat(run: Run) -> Iterator[None]:
 
 
 def _failures(reporter: ErrorReporter, clock: Callable[[], float] = time.monotonic) -> FailureListener:
-    """Reports a failure of tracked work as information: whoever tracks it may try again, and a stage that fails has its own
-    error. Of one module and type at most one a minute."""
-    told: dict[tuple[str, str], float] = {}
+    """Report a failure of tracked work as information, because its caller may retry, and a failing stage has its own
+    error. At most one a minute of one module and type."""
+    reported: dict[tuple[str, str], float] = {}
 
     def failed(module: str, what: str, error: Exception) -> None:
         kind = (module, type(error).__name__)
-        if what.startswith("stage") or clock() - told.get(kind, -FAILURE_SECONDS) < FAILURE_SECONDS:
+        if what.startswith("stage") or clock() - reported.get(kind, -FAILURE_SECONDS) < FAILURE_SECONDS:
             return
-        told[kind] = clock()
+        reported[kind] = clock()
         reporter.report_exception(module, what, error, Severity.INFO, {"code": code_of(error)})
 
     return failed
@@ -69,7 +72,9 @@ def _failures(reporter: ErrorReporter, clock: Callable[[], float] = time.monoton
 def tell(run: Run, alert: Alert, about: str, severity: Severity = Severity.WARNING) -> None:
     """Report an alert as the run's errors are: in its record, in MLflow, and as an event. Once, also after a restart."""
     reporter = reporter_of(run)
-    if any(told.details.get("event") == alert.event and told.work_context == about for told in reporter.errors()):
+    if any(
+        earlier.details.get("event") == alert.event and earlier.work_context == about for earlier in reporter.errors()
+    ):
         return
     reporter.report_error("alert", about, alert.message, severity, {"code": alert.name, "event": alert.event})
     announce("alert", name=alert.name, text=alert.message)
@@ -82,32 +87,33 @@ def _emit(run: Run, error: ErrorInfo) -> None:
     emit_event(
         event=error.details.get("event") or f"roundhouse.failure.{error.details.get('code', 'reported')}",
         resource={"prefect.resource.id": f"roundhouse.run.{run.run_id}", "prefect.resource.name": run.run_id},
-        # The first flow run that an automation finds is the one that it would suspend
+        # An automation would suspend the first flow run that it finds
         related=[own | {"prefect.resource.role": "flow-run"}] if own else [],
         payload=error.model_dump(mode="json", exclude={"exception_traceback"}),
     )
 
 
 def _tag(run: Run, error: ErrorInfo, health: Health) -> None:
-    from tasks.report import opened_tracker
+    from roundhouse_tasks.report import opened_tracker
 
     if error.severity is Severity.INFO or (tracker := opened_tracker(run)) is None:
         return
-    said = f"{error.severity} in {error.module_name} ({error.work_context}): {error.message}"
-    tracker.tag({"roundhouse.health": health.status, "roundhouse.last_error": said[:_TAG_CHARACTERS]})
+    text = f"{error.severity} in {error.module_name} ({error.work_context}): {error.message}"
+    tracker.tag({"roundhouse.health": health.status, "roundhouse.last_error": text[:_TAG_CHARACTERS]})
 
 
 def _gauges(run: Run) -> Callable[[Beat], None]:
     told_at = time.monotonic()
 
     def on_beat(beat: Beat) -> None:
-        from tasks.report import opened_tracker
+        from roundhouse_tasks.report import opened_tracker
 
         nonlocal told_at
         if (not beat.ended and time.monotonic() - told_at < GAUGE_SECONDS) or (tracker := opened_tracker(run)) is None:
             return
         told_at = time.monotonic()
         tracker.tag({"roundhouse.health": beat.health.status})
-        tracker.log_gauges(beat.gauges | {"health/recent_errors": float(beat.health.recent_error_count)})
+        gauges = beat.gauges | {"health/recent_errors": float(beat.health.recent_error_count)}
+        tracker.log_gauges({f"{SYSTEM}/{name}": value for name, value in gauges.items()})
 
     return on_beat

@@ -1,11 +1,11 @@
-"""What all stage tasks have in common: their options, and the border where a failure gets its kind.
+"""Common part of all stage tasks: their options, and the boundary at which a failure gets its kind.
 
-A stage's result is a small reference; Prefect keeps it as JSON. Prefect's own cache is off: the store alone decides
-whether a stage is complete, so that Retry in the UI and a new start of the same run take the same path.
+A stage's result is a small reference, which Prefect keeps as JSON. Prefect's cache is off: the store alone decides
+whether a stage is complete, so Retry in the UI and a new start of the same run take the same path.
 
-At the border an error is typed (`roundhouse.health.policy`), reported once, and a stage in which nothing moves is given up
-(`roundhouse.activity`). Which kinds are tried again is said here; what the run does then,
-in `flows.iteration.carry_out`.
+At the boundary an error is typed (`roundhouse.health.policy`) and reported once, and a stage without progress is
+aborted (`roundhouse.activity`). This module decides which kinds are retried; `roundhouse_flows.iteration.carry_out`
+handles the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from roundhouse.health.policy import Kind, code_of, kind_of, severity_of, typed
 from roundhouse.store.lease import refuse_lost
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference
-from tasks.health import reporter_of
+from roundhouse_tasks.health import reporter_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 RETRIES = 2
-"""Of a stage, for infrastructure failures; rollouts have attempts of their own within it (`rollout.retry`)."""
+"""Retries of a stage for infrastructure failures; rollouts have separate attempts within it (`rollout.retry`)."""
 
 
 def _is_infrastructure_failure(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -54,7 +54,7 @@ STAGE: dict[str, Any] = {
 
 
 def stage_task(*, name: str, task_run_name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """`@task` for a function whose first argument is the run: with the options of a stage, and its border."""
+    """`@task` for a function whose first argument is the run: with the options of a stage, and its boundary."""
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
         return task(name=name, task_run_name=task_run_name, **STAGE)(stage_boundary(name, function))
@@ -72,7 +72,7 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
         run: Run = arguments["run"]
         about = _about(arguments)
         announce("stage", name=stage, about=about)
-        begun = time.time()
+        start = time.time()
         try:
             result = supervised(
                 lambda: function(*args, **kwargs),
@@ -92,7 +92,7 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
             if (known := typed(error)) is not error:
                 raise known from error
             raise
-        announce("stage_done", name=stage, about=about, result=result, begun=begun)
+        announce("stage_done", name=stage, about=about, result=result, begun=start)
         return result
 
     return bordered
@@ -101,5 +101,5 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
 def _about(arguments: dict[str, Any]) -> str:
     if "iteration" in arguments:
         return f"iteration {arguments['iteration']}"
-    found = next((value for value in arguments.values() if isinstance(value, Reference)), None)
-    return "the run" if found is None else f"version {found.policy_version}"
+    reference = next((value for value in arguments.values() if isinstance(value, Reference)), None)
+    return "the run" if reference is None else f"version {reference.policy_version}"

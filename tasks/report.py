@@ -23,24 +23,29 @@ from prefect.artifacts import (
 from prefect.exceptions import Pause
 
 from roundhouse.activity import announce
-from roundhouse.console import reward_text
+from roundhouse.console import mean_text
+from roundhouse.health.heartbeat import outcome_of
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_page
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Manifest, Reference, StageKind
+from roundhouse.tracking.ended_runs import close_other_pages
 from roundhouse.tracking.mlflow import PLOT
-from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker, plot_run
+from roundhouse.tracking.sinks import Sinks
+from roundhouse.tracking.tracker import PATIENCE_SECONDS, Tracker, catch_up, open_tracker, plot_run
 from roundhouse.trajectories.records import as_markdown
-from tasks.options import STAGE
+from roundhouse_tasks.options import STAGE
 
 log = logging.getLogger(__name__)
 
 ARTIFACTS_SECONDS = 10.0
-"""How long the end of a run waits for artifacts that are still on their way to Prefect."""
+"""Longest wait at the end of a run for artifacts on their way to Prefect."""
+INTERRUPTED_SECONDS = 5.0
+"""Longest wait of an interrupted run for MLflow; `roundhouse.tracking.ended_runs` closes a page that it misses."""
 QUIET_SECONDS = 1.0
-"""How long what shows an iteration waits at most for the next one's rollouts or training to begin."""
+"""Longest wait, before an iteration is shown, for the next one's rollouts or training to begin."""
 _artifacts = ThreadPoolExecutor(1, "artifacts")
 """Makes and sends an iteration's artifacts and metrics: the next iteration need not wait for them."""
 _at_work = threading.Event()
@@ -57,22 +62,28 @@ _linked: set[str] = set()
 
 @contextmanager
 def tracked(run: Run) -> Iterator[None]:
-    """MLflow follows the run for the time of a block, by a thread of its own; the block waits for nothing.
+    """Let a background thread send the run to MLflow during a block, without making the block wait.
 
-    A run that is suspended or fails lets the thread write what it has begun. One that is told to end does not.
+    The page shows how the block ends. A suspended or failed run lets the thread finish its writing; an interrupted one
+    waits for a few seconds at most. Pages that a killed process left open are closed, too.
     """
     try:
-        tracker_of(run)
+        if (tracker := tracker_of(run)) is not None:
+            tracker.post(lambda page: close_other_pages(run))
         _sinks[run.uid] = Sinks(run)
         yield
         _await_artifacts(run)
-    except (Exception, Pause):
-        _await_artifacts(run)
-        if (tracker := opened_tracker(run)) is not None:
-            tracker.settle()
+    except BaseException as error:
+        is_quick = not isinstance(error, Exception | Pause)
+        if not is_quick:
+            _await_artifacts(run)
+        tracker = opened_tracker(run)
+        if tracker is not None and not (is_quick and tracker.url is None):  # else MLflow is not up yet
+            tracker.close(outcome_of(error), INTERRUPTED_SECONDS if is_quick else PATIENCE_SECONDS)
         raise
     finally:
-        _sinks.pop(run.uid, None)
+        if (sinks := _sinks.pop(run.uid, None)) is not None:
+            sinks.close()
         if (tracker := _trackers.pop(run.uid, None)) is not None:
             tracker.stop()
 
@@ -117,25 +128,25 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 
 def finished_summary(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that has made all its iterations or reached its target, with MLflow given what it lacked; None
-    while it has not."""
+    """Return the summary of a run that has made all its iterations or reached its target, after completing its MLflow
+    page; None before."""
     summary = run.summary()
     if summary is None:
         return None
     if summary["iterations"] < run.config.iterations and not stage.reaches_target(run, summary["iterations"]):
         return None
-    if summary.get("mlflow_complete") is False and catch_up(run):
+    if summary.get("mlflow_complete") is False and catch_up(run, "finished"):
         summary = run.summary()
     return summary
 
 
 def opened_tracker(run: Run) -> Tracker | None:
-    """The run's page in MLflow where this process has opened it already: for those who must not open a second one."""
+    """Return the run's page in MLflow if this process has opened it, for callers that must not open a second one."""
     return _trackers.get(run.uid)
 
 
 def tracker_of(run: Run) -> Tracker | None:
-    """The run's page in MLflow; None where there is none."""
+    """Return the run's page in MLflow, or None."""
     with _opening:
         if run.uid not in _trackers:
             _trackers[run.uid] = open_tracker(run)
@@ -143,7 +154,7 @@ def tracker_of(run: Run) -> Tracker | None:
 
 
 def show_reported(run: Run) -> None:
-    """Send what shows the iterations that are reported. Called when the next one's rollouts or training begin, or none will."""
+    """Send the views of reported iterations. Called when the next one's rollouts or training begin, or none will."""
     if not _at_work.is_set():
         _at_work.set()
         if (tracker := opened_tracker(run)) is not None:
@@ -174,13 +185,13 @@ def _await_artifacts(run: Run) -> None:
 
 
 def _log_failure(iteration: int, sent: Future[None]) -> None:
-    """A page that could not be made is no failure of the run: the store has all that it shows."""
+    """Log a page that could not be made, without failing the run: the store has all its data."""
     if (error := sent.exception()) is not None:
         log.warning("Prefect has no artifacts of iteration %d: %s", iteration, error)
 
 
 def _link(run: Run, tracker: Tracker) -> None:
-    """Say once where MLflow's page is, as soon as it is there."""
+    """Log MLflow's page once, when it exists."""
     if tracker.url is not None and run.uid not in _linked:
         create_link_artifact(key=_key(run, "mlflow"), link=tracker.url, link_text=f"MLflow run of {run.run_id}")
         announce("tracking", url=tracker.url)
@@ -191,8 +202,7 @@ def _summary_markdown(summary: dict[str, Any]) -> str:
     before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
     lines = [f"# {summary['run_id']}", ""]
     if before and after:
-        means = " → ".join(reward_text(each["reward_mean"]) for each in (before, after))
-        lines += [f"Held-out reward **{means}**", ""]
+        lines += [f"Held-out reward **{mean_text(before)} → {mean_text(after)}**", ""]
     lines += ["| stage | seconds |", "| --- | ---: |"]
     lines += [f"| {kind} | {seconds:.1f} |" for kind, seconds in summary["stage_seconds"].items()]
     lines += ["", "| outcome | rollouts |", "| --- | ---: |"]

@@ -1,7 +1,8 @@
-"""The stages as Prefect tasks: names, artifacts, and one call into the library each. Retries: `tasks.options`.
+"""The stages as Prefect tasks: names, artifacts, and one call into the library each. Retries:
+`roundhouse_tasks.options`.
 
-A stage returns a reference to its manifest; Prefect shows and retries it, the store alone says whether it is complete. The
-tasks of the generation loop import what an asynchronous run needs (`roundhouse.stages.prefetch`) when they run.
+A stage returns a reference to its manifest; Prefect shows and retries it, and the store alone decides whether it is
+complete. The tasks of the generation loop import their modules (`roundhouse.stages.prefetch`) when they run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from roundhouse.activity import announce
 from roundhouse.stages import checkpoint as checkpoint_stage
 from roundhouse.stages import collect as collect_stage
 from roundhouse.stages import evaluate as evaluate_stage
+from roundhouse.stages import hooks
 from roundhouse.stages import offline as offline_stage
 from roundhouse.stages import policy as policy_stage
 from roundhouse.stages import promotion as promotion_stage
@@ -26,8 +28,8 @@ from roundhouse.stages.datasets import TaskDraw
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, Skip
 from roundhouse.store.stage import Reference, StageKind, read_manifest
-from tasks.options import STAGE, stage_task
-from tasks.report import show_reported
+from roundhouse_tasks.options import STAGE, stage_task
+from roundhouse_tasks.report import show_reported
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -66,8 +68,8 @@ def refit_to(run: Run, checkpoint: Reference) -> None:
 
 @stage_task(name="collect", task_run_name="collect {iteration}")
 def collect(run: Run, iteration: int, weights: Reference) -> Reference:
-    if (done := run.stage(iteration, StageKind.COLLECT).reference()) is not None:
-        return done  # no engine is asked for
+    if (reference := run.stage(iteration, StageKind.COLLECT).reference()) is not None:
+        return reference  # no engine is asked for
     engine_url = refit_stage.engine_at(run, weights.policy_version)
     show_reported(run)
     return collect_stage.collect_iteration(
@@ -84,8 +86,14 @@ def collect_dataset(run: Run, name: str, draw: TaskDraw, checkpoint: Reference) 
 
 @stage_task(name="validate", task_run_name="validate {iteration}")
 def validate(run: Run, iteration: int, rollouts: Reference) -> Reference:
-    """Prove the tokens of an iteration, and set aside what cannot be proved."""
+    """Prove the tokens of an iteration, and quarantine unproved rollouts."""
     return validate_stage.validate_iteration(run, iteration, rollouts, validate_stage.vocabulary_size(run))
+
+
+@stage_task(name="own-stage", task_run_name="{target} {iteration}")
+def own_stage(run: Run, iteration: int, target: str, key: str, reference: Reference) -> Reference:
+    """Run a stage of the user (`stages.after_…`)."""
+    return hooks.run_hook(run, iteration, target, key, reference)
 
 
 @stage_task(name="train", task_run_name="train {iteration}")
@@ -98,7 +106,7 @@ def train_step(run: Run, iteration: int, sequences: Reference, base: Reference) 
 
 @stage_task(name="checkpoint", task_run_name="checkpoint {update.iteration}")
 def checkpoint(run: Run, update: Reference) -> Reference:
-    """Publish the version that training made, and delete those that are no longer kept."""
+    """Publish the version that training made, and delete expired ones."""
     published = checkpoint_stage.publish(run, update)
     checkpoint_stage.retain(run, published.policy_version)
     return published
@@ -106,7 +114,7 @@ def checkpoint(run: Run, update: Reference) -> Reference:
 
 @stage_task(name="evaluate", task_run_name="evaluate version {checkpoint.policy_version}")
 def evaluate(run: Run, checkpoint: Reference) -> Reference:
-    """Evaluate a policy version on held-out tasks, then on each of `evaluation.sets`; what is complete is not made again."""
+    """Evaluate a policy version on held-out tasks, then on each of `evaluation.sets`, unless complete."""
     reference = _evaluated(run, checkpoint.policy_version)
     for name in run.config.evaluation.sets:
         _evaluated(run, checkpoint.policy_version, name)
@@ -114,8 +122,8 @@ def evaluate(run: Run, checkpoint: Reference) -> Reference:
 
 
 def _evaluated(run: Run, version: int, name: str | None = None) -> Reference:
-    if (done := run.stage(version, evaluate_stage.stage_of(name)).reference()) is not None:
-        return done
+    if (earlier := run.stage(version, evaluate_stage.stage_of(name)).reference()) is not None:
+        return earlier
     engine_url = refit_stage.engine_at(run, version)
     progress = _progress("evaluate", version=version)
     reference = evaluate_stage.evaluate_version(run, version, engine_url, progress, name)
@@ -165,7 +173,7 @@ def prefetch_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any])
 
 @stage_task(name="generate", task_run_name="generate {iteration}")
 def generate_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Reference | State[Any]:
-    """The same of an iteration whose groups any step of the window may train on."""
+    """Generate rollouts of an iteration whose groups any step of the window may train on."""
     return _prefetch(run, iteration, runner)
 
 
@@ -178,7 +186,7 @@ def _prefetch(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Refe
 
 @stage_task(name="collect", task_run_name="collect {iteration}")
 def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any, Any], batch: StepBatch) -> Reference:
-    """The collect stage, from what was generated."""
+    """Make the collect stage from generated rollouts."""
     from roundhouse.stages import prefetch
 
     return prefetch.collect_chosen(run, iteration, runner, batch)

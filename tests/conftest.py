@@ -1,28 +1,40 @@
 """Shared fixtures. `OMP_NUM_THREADS=1` keeps two cores useful: more threads make every CPU engine slower here."""
 
+import asyncio
 import functools
 import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of models that tests load themselves
 
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import hypothesis
 import pytest
-from xdist.scheduler import LoadScopeScheduling
+import uvicorn
+import uvicorn.server
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.store.directories import CACHE_VARIABLE
+from tests import fork_server
 from tests.ports import free_port, listens
 from tests.waiting import until
+from tests.workers import ForkedWorkers
 
 # The suite draws the same examples every time, so that its verdict is about the change; `explore` looks for new ones.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
@@ -32,6 +44,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 # A request without a client reads the certificates of all authorities, 0.05 s of CPU, and tests that wait for a server ask it
 # twenty times a second. Their servers speak plain HTTP.
 httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
+
+# uvicorn looks ten times a second whether a server shall end, and pauses as long when it does. Hundreds of tests start one.
+uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 5)})  # type: ignore[assignment]
+
+# A shell that starts the suite in the background has it ignore SIGINT, and so would all commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = {
     "served deployments": (
@@ -60,7 +78,7 @@ SHARED = {
         "asynchrony/test_shards_in_runs",
         "asynchrony/test_trainer_generates_run",
     ),
-    "engines of one nursery": (
+    "engines": (
         "generation/test_own_backend",
         "generation/test_sleep",
         "generation/test_standalone",
@@ -84,26 +102,104 @@ SLOWEST = [line for line in (Path(__file__).parent / "slowest.txt").read_text().
 """Files that are started first: a long file that is started last keeps one worker busy and the others idle."""
 
 
-APART = {"tests/benchmarks/test_commands.py", "tests/replay/test_bisect.py"}
+APART = {"tests/benchmarks/test_commands.py", "tests/config/test_every_key.py", "tests/replays/test_bisect.py"}
 """Files of long tests that share no fixture: as one piece of work they would keep one worker busy when the others are done."""
 
 
-class ByService(LoadScopeScheduling):
-    """A worker takes a file at a time, or files that share a service, or one test, in the order of the collection."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        return nodeid if file in APART else GROUPS.get(file, file)
+def group_of(nodeid: str) -> str:
+    """Return the group of a test: its file, the service that its file shares with others, or itself."""
+    file = nodeid.split("::", 1)[0]
+    return nodeid if file in APART else GROUPS.get(file, file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByService:
-    config.option.loadscopereorder = False
-    return ByService(config, log)
+TIERS = {
+    "quick": (
+        "not contract and not long and (not real or smoke)",
+        "make test",
+        "pure tests, and one smoke test for each real kind",
+    ),
+    "real": ("real and not smoke and not long", "make test-real", "the other tests on real services and processes"),
+    "long": ("long", "make test-long", "stories, chaos, benchmarks, make targets, README's commands"),
+    "contracts": ("contract", "make contracts", "foreign packages, each in an environment of its own"),
+}
+"""Marker expression, command and content of each tier; each test is in exactly one."""
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Print the tiers, with the selected one marked."""
+    selected = config.option.markexpr
+    lines = [
+        f"{'>' if selected == expression else ' '} {command:<15} {content}"
+        for expression, command, content in TIERS.values()
+    ]
+    kind = (
+        "all tiers"
+        if not selected
+        else ""
+        if any(selected == tier[0] for tier in TIERS.values())
+        else f"-m {selected!r}"
+    )
+    return ["tiers:", *lines, *([f"> {kind}"] if kind else [])]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the CPU seconds of the run, and one line with everything that a missing service left untested."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(part.ru_utime + part.ru_stime for part in used)
+    terminalreporter.write_line(f"CPU: {seconds:.0f} s in this process and the processes that it waited for")
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        texts = [f"{count} x {reason}" for reason, count in reasons.most_common()]
+        terminalreporter.write_line(f"not tested here: {'; '.join(texts)}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--workers", type=int, default=0, help="run the tests in this number of forked processes (0: in this one)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.workers:
+        config.pluginmanager.register(ForkedWorkers(config.option.workers, group_of))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the server of the tests' programs before any test runs."""
+    if session.config.option.collectonly or not session.items:
+        return (yield)
+    cache = tempfile.mkdtemp(prefix="rh-cache-")
+    os.environ.setdefault(CACHE_VARIABLE, cache)  # a starting policy is made once for the suite
+    if session.config.option.workers:
+        RunConfig.model_json_schema()  # its explanations are parsed once, before the workers are forked
+    try:
+        with fork_server.suite_server():
+            return (yield)
+    finally:
+        shutil.rmtree(cache)
+
+
+COLLECTED = pytest.StashKey[set[str]]()
+"""Ids of all collected tests, the deselected ones included."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where workers run side by side: the slowest files first."""
-    if hasattr(config, "workerinput"):
+    """Put the slowest files first if workers run side by side. Refuse two smoke tests of one kind. Tests on S3 are real."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
+    for item in items:
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if "s3_server" in getattr(item, "fixturenames", ()) or values.get("store_uri") == "s3":
+            item.add_marker(pytest.mark.real)
+    kinds = Counter(marker.args[0] for item in items if (marker := item.get_closest_marker("smoke")))
+    if repeated := [kind for kind, count in kinds.items() if count > 1]:
+        raise pytest.UsageError(
+            f"one smoke test a kind, so that `make test` stays quick; several: {', '.join(repeated)}"
+        )
+    if config.option.workers:
         rank = {file: place for place, file in enumerate(SLOWEST)}
         items.sort(key=lambda item: rank.get(item.nodeid.split("::", 1)[0], len(rank)))
 

@@ -30,7 +30,7 @@ def database(directory: Path, passwords: dict[str, str], script: Path) -> Iterat
     """A PostgreSQL on which a shell script was run with these variables (POSTGRES_PASSWORD among them); its port."""
     binaries = postgres_binaries()
     if binaries is None:
-        pytest.skip("PostgreSQL is not installed (initdb, postgres, psql): nothing is run on it")
+        pytest.skip("needs PostgreSQL: apt-get install postgresql")
     user: Object = {}
     if os.getuid() == 0:  # which PostgreSQL refuses to run as
         user = {"user": "nobody", "group": "nogroup", "extra_groups": []}

@@ -1,20 +1,29 @@
+import ast
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from roundhouse.cli import app, reports
+from roundhouse import cli
+from roundhouse.cli import app, reports, training
 from roundhouse.cli.options import FINAL, exit_code
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import (
+    BudgetReached,
     ConfigError,
     DataError,
     DeploymentFailed,
@@ -27,10 +36,9 @@ from roundhouse.errors import (
 )
 from roundhouse.health.errors import ErrorReporter
 from roundhouse.health.heartbeat import Heartbeat
-from roundhouse.stages.cost import BudgetReached
 from roundhouse.store import lease
 from roundhouse.store.run import open_run, run_ids
-from tests.query.stores import write_run
+from tests.sql.stores import write_run
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 ROOT = Path(__file__).parents[1]
@@ -263,11 +271,10 @@ def test_runs_are_listed_with_state_and_age_in_the_order_asked_for(tmp_path: Pat
     runs = {}
     for run_id in ("failed", "crashed", "stopped", "live"):
         run = runs[run_id] = open_run(parse_config({"run_id": run_id, "store": store, "iterations": 1}))
-        reporter = ErrorReporter()
-        if run_id == "failed":
-            reporter.report_exception("collect", "iteration 1", InfraError("gone"))
-        with Heartbeat(run.location, reporter, 60.0):
-            pass
+        reporter, error = ErrorReporter(), InfraError("gone") if run_id == "failed" else KeyboardInterrupt()
+        reporter.report_exception("collect", "iteration 1", InfraError("an earlier attempt of a run that is cancelled"))
+        with suppress(InfraError, KeyboardInterrupt), Heartbeat(run.location, reporter, 60.0):
+            raise error
     beat = runs["crashed"].location.read("health.json").replace(b'"ended": true', b'"ended": false')
     runs["crashed"].location.write("health.json", beat)
     for run_id, written_at in (("vanished", 60.0), ("away", time.time())):  # of drivers in pods
@@ -292,6 +299,57 @@ def test_runs_are_listed_with_state_and_age_in_the_order_asked_for(tmp_path: Pat
     assert [run["run_id"] for run in listed] == order
     assert [line.split()[0] for line in shown.splitlines()[1:]] == sorted(states)
     assert "not started" in shown
+
+
+def test_a_failed_run_is_shown_with_its_curve_its_evaluations_and_its_error(tmp_path: Path) -> None:
+    environment = {"kind": "custom", "target": "mine.py:Shop"}
+    run = write_run(str(tmp_path / "store"), iterations=2, environment=environment)
+    for version, reward in ((0, 0.25), (1, 0.5), (2, 0.75)):
+        metrics = {"evaluation/reward/mean": reward, "evaluation/reward/stderr": 0.05, "evaluation/tasks": 8.0}
+        run.begin(run.stage(version, "evaluate"), policy_version=version).commit(metrics=metrics)
+    reporter = ErrorReporter()
+    with suppress(InfraError), Heartbeat(run.location, reporter, 60.0):
+        reporter.report_exception("collect", "iteration 3", InfraError("the engine [is] gone"))
+        raise InfraError("the engine [is] gone")
+    shown = CliRunner().invoke(app, ["runs", "show", "r", "--store", run.config.store]).stdout
+    assert re.search("reward +[▁▂▃▄▅▆▇█]{2}  ", shown)
+    assert re.search(r"1 +0\.500 ± 0\.050 +8", shown), "the evaluation between the first and the last"
+    assert "last error    collect, iteration 3: the engine [is] gone" in shown
+    listed = CliRunner().invoke(app, ["runs", "list", "--store", run.config.store]).stdout
+    assert " Shop " in listed, "the name of the class, not the kind"
+
+
+def test_one_set_takes_several_overrides() -> None:
+    line = ["train", "a.yaml", "--set", "x=1", "y=a=b", "--set", "z=3", "--dry-run", "w=4"]
+    spread = cli.spread_overrides(line)
+    assert spread == [*line[:4], "--set", "y=a=b", "--set", "z=3", "--dry-run", "w=4"]
+
+
+@pytest.mark.parametrize("code", [cli.INTERRUPTED, cli.TERMINATED])
+def test_a_command_that_is_stopped_says_how_to_resume(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(args: list[str]) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "app", stopped)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "Run the same command again to resume." in capsys.readouterr().err
+
+
+def test_a_collection_is_told_in_one_line() -> None:
+    counts = {"requested": 8, "completed": 6, "failed": 2}
+    metrics = {
+        "reward/mean": 0.5,
+        "rollout/turns_mean": 2.0,
+        "failures/code/verifier_failed": 2.0,
+        "rollout/failed_rate": 0.25,
+    }
+    line = training._rollouts_line(counts, metrics)
+    assert (
+        line == "rollouts: 8 requested, 6 completed, 2 failed  reward 0.500  turns 2.00  failed 25%: verifier_failed 2"
+    )
 
 
 def test_a_run_that_is_shown_names_no_plot_that_is_not_there_and_the_checkpoints_that_are(tmp_path: Path) -> None:
@@ -344,10 +402,31 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(
     assert CliRunner().invoke(app, ["query", "SELECT run_id FROM runs", "--store", store]).exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["../x", "a/b"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "collect configs/quickstart.yaml",
+        "gym import rollouts.jsonl",
+        "replay r --iterations 1",
+        "rescore r",
+        "branch r --rollout a --iteration 1 --turn 0",
+    ],
+)
+def test_a_name_that_the_store_cannot_have_is_refused_before_anything_starts(
+    command: str, name: str, tmp_path: Path
+) -> None:
+    store = [] if command.startswith("collect") else ["--store", str(tmp_path)]
+    refused = CliRunner().invoke(app, [*command.split(), *store, "--name", name])
+    assert refused.exit_code == 2
+    assert "is not a name for the store" in " ".join(refused.output.replace("│", " ").split())
+
+
 def test_the_summary_says_how_long_the_start_took_and_the_starting_policy_of_it(tmp_path: Path) -> None:
     """Three iterations "in 783 s" had stages of 37 s, and no line for the rest."""
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store")}))
     identity = json.loads(run.location.read("run.json")) | {"created_at": time.time() - 100}
+    del identity["identity_digest"]
     run.location.write("run.json", json.dumps(identity).encode())
     policy = run.begin(run.checkpoint(0), policy_version=0)
     policy.write_bytes("model.safetensors", b"weights")
@@ -377,3 +456,28 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(
     told = capsys.readouterr().out
     assert "untrained: no weight" in told
     assert all(f"{cause}: {meaning}" in told for cause, meaning in reports.WHY.items())
+
+
+def commands(command: Any) -> Iterator[Callable[..., None]]:
+    """The functions behind a command and all of its subcommands."""
+    for each in getattr(command, "commands", {}).values():
+        yield from commands(each)
+    if not hasattr(command, "commands"):
+        yield inspect.unwrap(command.callback)
+
+
+def unread(function: Callable[..., None]) -> set[str]:
+    """The parameters that the body of a function does not read."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return set(inspect.signature(function).parameters) - {name.id for name in names}
+
+
+def test_every_argument_and_option_of_every_command_is_read() -> None:
+    def planted(used: str, ignored: str) -> None:
+        print(used)
+
+    assert unread(planted) == {"ignored"}
+    functions = list(commands(typer.main.get_command(app)))
+    assert len(functions) > 50
+    assert {function.__qualname__: names for function in functions if (names := unread(function))} == {}

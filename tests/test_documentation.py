@@ -1,5 +1,5 @@
-"""What README.md and docs/ name is there: files, headings, commands with their options, targets of make, modules, keys; and
-each block that is a configuration loads."""
+"""What the pages of the root and of docs/ name is there: files, headings, commands with their options, targets of make,
+modules, keys; and each block that is a configuration loads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from roundhouse.cli import app
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.stages.datasets import TaskDraw
-from tests.query.stores import write_dataset, write_run
+from tests.sql.stores import write_dataset, write_run
+from tools.docs_site import with_links_of_site
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FILE = re.compile(
     r"(?<![\w./-])((?:roundhouse|flows|tasks|tests|benchmarks|configs|docs|k8s|images|tools)/(?:[\w.*-]+/)*"
     r"(?:(?!mine\.)[\w*-]+\.(?:py|sh|yaml|md|json|png)\b)?)(?![\w…<-])"
@@ -129,9 +131,49 @@ def test_every_command_is_there_with_its_options(page: Path) -> None:
 
 
 def test_every_target_of_make_is_there(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for line in code(page.read_text()) for name in re.findall(r"^make ([a-z-]+)(?![a-z…-])", line)}
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for line in code(page.read_text()) for name in re.findall(r"^make ([a-z0-9-]+)(?![a-z0-9…-])", line)}
     assert named - targets == set()
+
+
+def test_the_workflows_of_a_forge_call_targets_of_make_that_are_there() -> None:
+    commands = [
+        step["run"]
+        for file in WORKFLOWS
+        for job in yaml.safe_load(file.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"make check", "make test", ".ci/run"} <= set(commands)
+    assert {command for command in commands if command.startswith("make ")} <= {f"make {name}" for name in targets}
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(["index.md", *pages])
+
+
+@pytest.mark.parametrize(
+    ("folder", "forge", "link", "site"),
+    [
+        ("", None, "[a](docs/training.md#loss)", "[a](training.md#loss)"),
+        ("docs", None, "[a](training.md)", "[a](training.md)"),
+        ("docs", None, "[`train`](../flows/train.py)", "`train`"),
+        (
+            "docs",
+            "https://forge.test/r/",
+            "[a](../flows/train.py)",
+            "[a](https://forge.test/r/blob/main/flows/train.py)",
+        ),
+        ("docs/guides", None, "[a](../../README.md)", "[a](../index.md)"),
+        ("docs", None, "[a](https://forge.test/x)", "[a](https://forge.test/x)"),
+        ("docs", None, "[a](../nowhere.py)", "[a](../nowhere.py)"),
+    ],
+)
+def test_a_link_of_a_page_is_resolved_in_the_site(folder: str, forge: str | None, link: str, site: str) -> None:
+    assert with_links_of_site(link, folder, forge) == site
 
 
 def test_every_module_and_every_file_is_there(page: Path) -> None:
@@ -157,7 +199,7 @@ def test_the_feature_map_has_all_rows_and_each_a_test_that_is_there_or_the_word_
     rows = re.findall(
         r"^\| (\d+) \| [^|]+ \| (works|in part|not yet) \| (.+) \|$", (ROOT / "docs/seed-map.md").read_text(), re.M
     )
-    assert [int(number) for number, *_ in rows] == list(range(1, 91))
+    assert [int(number) for number, *_ in rows] == list(range(1, 105))
     for number, state, cells in rows:
         shown = re.findall(r"`(tests/[\w/]+\.py)`", cells)
         assert shown or state == "not yet" or "not yet" in cells, f"row {number} {state}, but names no test"

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 REMOVABLE = (
     "roundhouse.compat",
     "roundhouse.infra.kubernetes",
     "roundhouse.launch.kubernetes_jobs",
-    "roundhouse.query",
+    "roundhouse.sql",
     "roundhouse.view",
     # collection while training runs, and the simulator of its controller
-    "flows.generation",
+    "roundhouse_flows.generation",
     "roundhouse.collection.asynchronous",
     "roundhouse.simulation",
     "roundhouse.stages.prefetch",
@@ -30,7 +32,7 @@ class Removed:
             raise ModuleNotFoundError(f"{name} was removed")
 
 sys.meta_path.insert(0, Removed())
-import flows.train
+import roundhouse_flows.train
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
@@ -42,6 +44,7 @@ def test_imports_point_downwards_only() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.real
 def test_an_iteration_runs_without_the_removable_parts() -> None:
     """Refit, collection, validation and a training step, beside the import of the flow; all parts are away."""
     way = ROOT / "tools" / "measure_way.py"

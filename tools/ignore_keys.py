@@ -1,15 +1,16 @@
-"""Whether a test fails when a configuration key is ignored: the proof behind tests/config/shown_by.txt.
+"""Prove that a test fails when a configuration key is ignored: the evidence of tests/config/shown_by.txt.
 
     python -m tools.ignore_keys                                     every line: its test passes, and fails when the product
                                                                     reads the key's default whatever was configured
     python -m tools.ignore_keys --keys RolloutConfig.concurrency    these lines
-    python -m tools.ignore_keys --find tests/stages                 lines for open keys, from the tests of these files
+    python -m tools.ignore_keys --tests tests/gym                   lines of tests in this folder, not in folders below it
+    python -m tools.ignore_keys --find tests/stages                 lines for keys without one, from the tests of these files
 
 A line is a key, who reads the default, and a test. `product`: code in roundhouse, flows and tasks reads the default and code
 in tests what was configured, so a test that parses a configuration and compares keys shows nothing. `config`: roundhouse.config
 reads the default too; of a key that the sections' own checks refuse or combine. `default`: a `kind` that nobody has to choose.
-`open`: no test is known yet that fails without the key. Of a `kind`, everybody gets the default form. Each test runs in a fork
-of a process that has imported everything, with fixtures of its own. Processes that a test starts read what was configured.
+Of a `kind`, everybody gets the default form. Each test runs in a fork of a process that has imported everything, with fixtures
+of its own. Processes that a test starts read what was configured.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import importlib
 import inspect
 import json
 import os
 import re
+import resource
 import select
 import sys
 import time
@@ -29,7 +32,7 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -38,12 +41,20 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, ModelServerConfig
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.models import RunConfig, WarmStartPolicy
 from roundhouse.config.section import Section
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests/config/shown_by.txt"
-PRODUCT = tuple(f"{ROOT / folder}{os.sep}" for folder in ("roundhouse", "flows", "tasks"))
+FOLDERS = (
+    "roundhouse",
+    "flows",
+    "tasks",
+    "roundhouse_flows",
+    "roundhouse_tasks",
+)  # an editable installation resolves links
+PRODUCT = tuple(f"{ROOT / folder}{os.sep}" for folder in FOLDERS)
 CONFIG = f"{ROOT / 'roundhouse/config'}{os.sep}"
 READERS = ("product", "config")
 """Who ignores a key: the product without roundhouse.config, or with it."""
@@ -59,6 +70,10 @@ class Line:
     readers: str
     test: str = ""
 
+    @property
+    def folder(self) -> str:
+        return str(Path(self.test.partition("::")[0]).parent)
+
 
 def table() -> list[Line]:
     """The table, in its order."""
@@ -67,10 +82,14 @@ def table() -> list[Line]:
 
 def sections(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections that a type speaks of."""
+    if isinstance(annotation, Kinds):
+        for kind in annotation.sections():
+            yield from sections(kind)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
-            yield from sections(field.annotation)
+            for each in (field.annotation, *field.metadata):
+                yield from sections(each)
     for argument in typing.get_args(annotation):
         yield from sections(argument)
 
@@ -89,12 +108,14 @@ def has_one_value(section: type[BaseModel], key: str) -> bool:
     return field.annotation is type(None) or (len(bounds) == 2 and bounds["ge"] == bounds["le"])
 
 
+@functools.cache
 def all_keys() -> dict[str, type[BaseModel]]:
     """Every key that has more than one value as `Section.key`, with the section that declares it."""
     owners = [
         (declared(each, key), key)
         for root in ROOTS
         for each in sections(root)
+        if not each.__module__.startswith("roundhouse.plugins.")  # held to their packages by tests/contracts
         for key in each.model_fields
         if key == "kind" or not has_one_value(declared(each, key), key)
     ]
@@ -126,12 +147,14 @@ def ignore(line: Line) -> None:
     owner = all_keys()[line.key]
     ignoring = READERS[: READERS.index(line.readers) + 1]
 
+    chooses = name == "kind" and has_one_value(owner, name)  # among sections; any other `kind` is an ordinary key
+
     def of_owner(section: Any) -> bool:
-        return name != "kind" and name in type(section).model_fields and declared(type(section), name) is owner
+        return not chooses and name in type(section).model_fields and declared(type(section), name) is owner
 
     def read(self: Any, attribute: str) -> Any:
         value = BaseModel.__getattribute__(self, attribute)
-        if name == "kind":  # the section of this kind is not taken for one
+        if chooses:  # the section of this kind is not taken for one
             if type(value) is owner and attribute in type(self).model_fields:
                 return default_of(self, attribute) or value
         elif attribute == name and of_owner(self) and reader() in ignoring:
@@ -148,7 +171,7 @@ def ignore(line: Line) -> None:
         for each, value in BaseModel.__iter__(self):
             yield each, default_of(self, name) if each == name and of_owner(self) and who in ignoring else value
 
-    target: Any = Section if name == "kind" else owner
+    target: Any = Section if chooses else owner
     target.__getattribute__ = read
     target.__iter__ = pairs
     target.model_dump = dump
@@ -185,9 +208,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def forked(work: Callable[[], Any], seconds: float) -> Any:
-    """What the work returns, done in a fork; None where it takes too long or dies. Nothing that the work started is left: what
-    loses its parent becomes a child of this process, services in sessions of their own too."""
+    """Return the result of the work, done in a fork; None if it takes too long or dies.
+
+    All processes that the work started are killed: those that lose their parent become children of this process, services in
+    sessions of their own too. The fork server of the tests' programs stays.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    others = psutil.Process().children(recursive=True)
     there, here = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -203,13 +230,11 @@ def forked(work: Callable[[], Any], seconds: float) -> Any:
             break
         text += piece
     os.close(there)
-    while started := psutil.Process().children(recursive=True):
+    while started := [each for each in psutil.Process().children(recursive=True) if each not in others]:
         for process in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0):
-                continue
+        psutil.wait_procs(started, timeout=0.1)  # an orphan can be waited for once it is a child of this process
     return json.loads(text) if text.endswith(b"\n") else None
 
 
@@ -224,31 +249,56 @@ def outcome_without(item: pytest.Item, line: Line) -> str:
     return outcome(item)
 
 
-class Sweep:
-    """Runs the tests of the table, each as it is and with its keys ignored."""
+def children_seconds() -> float:
+    """Return the CPU seconds of the processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
-    def __init__(self, lines: list[Line]) -> None:
+
+class Sweep:
+    """Run the tests of the table, each as it is and with its keys ignored.
+
+    Args:
+        output: gets the cost of each run at once.
+    """
+
+    def __init__(self, lines: list[Line], output: TextIO) -> None:
         self.lines = lines
         self.wrong: list[str] = [f"{line.key}: {line.test} is not collected" for line in lines]
+        self.output = output
+
+    def _run(self, item: pytest.Item, line: Line | None = None) -> str | None:
+        """Return how a test ends in a fork."""
+        used, began = children_seconds(), time.monotonic()
+        limit = 300 if line is None else 120
+        ended = forked(lambda: outcome(item) if line is None else outcome_without(item, line), limit)
+        cost = f"{children_seconds() - used:6.2f} CPU s, {time.monotonic() - began:6.2f} s"
+        print(cost, item.nodeid, "" if line is None else f"without {line.key}", file=self.output)
+        return ended
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        for line in [each for each in self.lines if each.test == item.nodeid]:
+        lines = [each for each in self.lines if each.test == item.nodeid]
+        ended = self._run(item) if lines else None
+        for line in lines:
             self.wrong.remove(f"{line.key}: {line.test} is not collected")
-            ended = forked(lambda: outcome(item), 300)
+            if ended == "skipped":
+                print(f"{line.key}: not tried, since {line.test} is skipped here", file=self.output)
+                continue
             if ended != "passed":
                 self.wrong.append(f"{line.key}: {line.test} {ended or 'did not end'}")
                 continue
-            ended = forked(lambda line=line: outcome_without(item, line), 120)  # type: ignore[misc]
-            if ended != "failed":
-                self.wrong.append(f"{line.key}: ignored, and {line.test} {ended or 'did not end'}")
+            ignoring = self._run(item, line)
+            if ignoring != "failed":
+                self.wrong.append(f"{line.key}: ignored, and {line.test} {ignoring or 'did not end'}")
         return True
 
 
 class Search:
     """Looks through tests for those that show a key: of each, the tests whose text names a key that is left."""
 
-    def __init__(self, left: set[str]) -> None:
+    def __init__(self, left: set[str], output: TextIO) -> None:
         self.left = left
+        self.output = output
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         text = inspect.getsource(item.function) + repr(getattr(getattr(item, "callspec", None), "params", ""))  # type: ignore[attr-defined]
@@ -266,7 +316,7 @@ class Search:
             line = Line(key, readers, item.nodeid)
             if key in self.left and forked(lambda line=line: outcome_without(item, line), 60) == "failed":  # type: ignore[misc]
                 self.left.discard(key)
-                print(key, readers, item.nodeid, file=sys.__stdout__, flush=True)
+                print(key, readers, item.nodeid, file=self.output)
         return True
 
 
@@ -274,15 +324,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--find", nargs="+", metavar="PATH", help="files of tests")
     parser.add_argument("--keys", nargs="+", metavar="SECTION.KEY")
+    parser.add_argument("--tests", metavar="FOLDER")
     options = parser.parse_args()
     for module in IMPORTED:
         importlib.import_module(module)
     quiet = ["-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:terminalreporter"]
-    lines = [line for line in table() if line.key in (options.keys or all_keys()) and line.readers in READERS]
+    output = os.fdopen(os.dup(1), "w", buffering=1)  # pytest captures the other
     if options.find:
-        search = Search(set(options.keys or {line.key for line in table() if line.readers == "open"}))
+        search = Search(set(options.keys or all_keys().keys() - {line.key for line in table()}), output)
         return int(pytest.main([*quiet, *options.find], plugins=[search]))
-    sweep = Sweep(lines)
+    lines = [line for line in table() if line.key in (options.keys or all_keys()) and line.readers in READERS]
+    lines = [line for line in lines if options.tests in (None, line.folder)]
+    sweep = Sweep(lines, output)
     pytest.main([*quiet, *dict.fromkeys(line.test for line in lines)], plugins=[sweep])
     print(*sweep.wrong, f"{len(lines) - len(sweep.wrong)} of {len(lines)} keys are shown by their tests", sep="\n")
     return int(bool(sweep.wrong))

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Resolve requirements.lock (CPU, with the development tools), requirements-gpu.lock (what CUDA needs in place of or besides its
-# lines) and requirements-smollm2.lock (a model and its reader, without what the model's own package needs) from pyproject.toml.
+# lines), requirements-smollm2.lock (a model and its reader, without what the model's own package needs) and requirements-docs.lock
+# (the documentation's site) from pyproject.toml.
 #
 # A line a package: its version and the SHA-256 of each of its files on the default index. Further indexes of pip's configuration are
 # not asked: what they hold under the same name would be locked instead. Only torch's CPU build, which PyPI does not have, comes from
 # where pip finds wheels, or from PyTorch's index; where neither has it, its line stays.
 # Left out for CPU: torch's CUDA packages (the CPU build needs none) and the companions of torch that vLLM names but text needs not.
-# Versions already in a lock stay where they can; UPGRADE=1 takes the newest.
+# Versions already in a lock stay where they can; UPGRADE=1 takes the newest. torch stays also then: TORCH=torch==2.14.0 names the one that
+# the new vLLM needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-torch=$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
+torch=${TORCH:-$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' requirements.lock)}
 printf '%s\n' "torchvision ; sys_platform == 'never'" "torchaudio ; sys_platform == 'never'" \
     "torchcodec ; sys_platform == 'never'" "$torch" >"$work/override.txt"
 
@@ -53,6 +55,8 @@ resolve "$work/gpu.txt" ${arguments[@]+"${arguments[@]}"} pyproject.toml --extra
     --python-platform x86_64-manylinux_2_28
 
 resolve requirements-smollm2.lock ${arguments[@]+"${arguments[@]}"} --no-deps <(sed -n 's/^smollm2 = \["\(.*\)", "\(.*\)"\].*/\1\n\2/p' pyproject.toml)
+
+resolve requirements-docs.lock ${arguments[@]+"${arguments[@]}"} <(sed -n 's/^docs = \["\(.*\)", "\(.*\)"\].*/\1\n\2/p' pyproject.toml)
 
 grep -vE '^(nvidia-|cuda-|triton==|torch==)' "$work/all.txt" | cat - "$work/torch.txt" | LC_ALL=C sort -t= -k1,1 >"$work/cpu.txt"
 grep -vxFf "$work/cpu.txt" "$work/gpu.txt" >requirements-gpu.lock

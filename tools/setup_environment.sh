@@ -84,6 +84,20 @@ install() {
     "$venv/bin/python" -m pip install --progress-bar off "$@" >>"$log" 2>&1
 }
 
+# Prints the number of installed packages each ten seconds, until it is ended.
+progress() {
+    local total=$1 installed pause
+    exec {pause}<> <(:)
+    while ! read -rt 10 -u "$pause"; do  # no sleep, which would hold the output open beyond the end
+        installed=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
+        if [ "$installed" -lt "$total" ]; then
+            say "$installed of $total packages after $((SECONDS - begun)) s"
+        else
+            say "compiling the modules of $total packages, $((SECONDS - begun)) s"
+        fi
+    done
+}
+
 need() {
     install "$@" && return
     tail -n 30 "$log" >&2
@@ -131,7 +145,10 @@ else
     grep -vE '^torch==' requirements.lock >"$list"
 fi
 say "$(wc -l <"$list") packages by their hashes"
+progress "$(wc -l <requirements.lock)" &
+trap 'rm -f "$list"; kill %1 2>/dev/null || true' EXIT
 need "${pinned[@]}"
+kill %1 2>/dev/null || true
 say "roundhouse itself"
 need --no-deps --no-build-isolation -e .
 digest >"$stamp"

@@ -14,6 +14,7 @@ HARMLESS = {
     "break-system-packages",
     "cache-dir",
     "config-file",
+    "constraint",  # cannot matter: each line of the lock names one version by its hash
     "default-timeout",
     "disable-pip-version-check",
     "extra-index-url",

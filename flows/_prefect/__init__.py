@@ -1,4 +1,4 @@
-"""What works around Prefect, a module for each behaviour. Each names the upstream reference, where there is one.
+"""Workarounds for Prefect, one module per behaviour, each with the upstream reference if one exists.
 
 | module | works around | upstream |
 | --- | --- | --- |
@@ -10,8 +10,8 @@
 | `signals` | a SIGTERM that is raised in a finalizer is dropped | #14219 |
 | `delivery` | a process that ends waits for a server that has ended | #14854 |
 
-References are issues and pull requests of PrefectHQ/prefect. tests/flows/test_prefect_workarounds.py fails where one is not
-needed any more, and when the installed Prefect is not `CHECKED_WITH`: then each row is to be looked at again.
+References are issues and pull requests of PrefectHQ/prefect. tests/flows/test_prefect_workarounds.py fails if a
+workaround is not needed any more, and if the installed Prefect is not `CHECKED_WITH`: then check each row again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 from importlib.metadata import version
 
 CHECKED_WITH = "3.7.7"
-"""The version of Prefect that these modules were last checked with; they reach into what it does not promise."""
+"""Version of Prefect with which these modules were last checked; they use undocumented parts of it."""
 
 if (installed := version("prefect")) != CHECKED_WITH:
     warnings.warn(

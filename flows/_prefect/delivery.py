@@ -11,6 +11,6 @@ from prefect.logging.handlers import APILogWorker
 
 
 def deliver_queued_records(seconds: float = 10.0) -> None:
-    """Deliver queued events and logs; give up after the time limit each."""
+    """Deliver queued events and logs, each within the time limit."""
     EventsWorker.drain_all(timeout=seconds)
     APILogWorker.drain_all(timeout=seconds)

@@ -1,11 +1,11 @@
-"""Flow runs whose process is gone, and which Prefect still shows as running.
+"""Flow runs that Prefect still shows as running after their process has died.
 
-Upstream: PrefectHQ/prefect#16746; the documented automation on heartbeats needs minutes, and this is done at a start.
+Upstream: PrefectHQ/prefect#16746; the documented automation on heartbeats takes minutes, while this runs at a start.
 
-Invariant: called before anything is served, so every flow run of the deployments that Prefect believes to be at work is an
-orphan. It gets the state that a person can act on: what was being cancelled is cancelled, what was being submitted is
-submitted again, what ran has crashed, and Retry continues it. A run's generation loops of before are orphans too: an iteration
-goes on in its flow run of before, a loop in a new one.
+Invariant: called before anything is served, so every active flow run of the deployments is an orphan. Each gets a state
+that a person can act on: a cancelling one is cancelled, a submitted one is submitted again, a running one has crashed
+and Retry continues it. Generation loops of earlier starts are orphans too: an iteration continues in its old flow run,
+a loop in a new one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _AT_WORK = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 async def settle_orphans(deployments: Sequence[UUID]) -> list[FlowRun]:
     """Give every orphan its state; returns them."""
     async with get_client() as client:
-        found = await client.read_flow_runs(
+        flow_runs = await client.read_flow_runs(
             flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": _AT_WORK}}}),
             deployment_filter=DeploymentFilter.model_validate({"id": {"any_": list(deployments)}}),
         )
-        for orphan in found:
+        for orphan in flow_runs:
             await client.set_flow_run_state(orphan.id, _settled(orphan), force=True)
-    return found
+    return flow_runs
 
 
 def _settled(orphan: FlowRun) -> State:
@@ -52,13 +52,13 @@ def end_generation_loops(run_id: str) -> None:
     """
     try:
         with get_client(sync_client=True) as client:
-            found = client.read_flow_runs(
+            flow_runs = client.read_flow_runs(
                 flow_filter=FlowFilter.model_validate({"name": {"any_": ["generation"]}}),
                 flow_run_filter=FlowRunFilter.model_validate(
                     {"tags": {"all_": [f"run:{run_id}"]}, "state": {"type": {"any_": _AT_WORK}}}
                 ),
             )
-            for loop in found:
+            for loop in flow_runs:
                 ended: State = Cancelled(
                     message="It ended with the run's process. The run begins another when it goes on."
                 )

@@ -1,10 +1,10 @@
-"""A flow run that runs again: after Retry, after a pause, after its machine was lost.
+"""Flow runs that run again: after Retry, after a pause, after the loss of their machine.
 
-Prefect keeps the same flow run then and starts the flow's function from the top. What is complete is
-known by the store alone; these two functions keep Prefect's own memory from getting in the way.
+Prefect then keeps the same flow run and starts the flow's function from the top. Only the store records complete work;
+these two functions keep Prefect's own memory from interfering.
 
-Upstream: PrefectHQ/prefect#22259, #18601. Since #22286 a sub-flow that a task calls has a key of its own; one that a flow calls
-is still told from others by the order of the calls alone.
+Upstream: PrefectHQ/prefect#22259, #18601. Since #22286 a sub-flow that a task calls has a separate key; one that a flow
+calls is still identified only by the order of the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefect.context import FlowRunContext
 
 
 def is_first_start() -> bool:
-    """Whether this flow run runs for the first time. A resumed one does not count as another run: it has run for a time."""
+    """Return whether this flow run runs for the first time. A resumed one is not new: it has run before."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return True
@@ -24,10 +24,10 @@ def is_first_start() -> bool:
 
 
 def pin_subflow_index(sub_flow: Flow[..., Any], number: int) -> None:
-    """Let the next call of the sub-flow be the call of this number (from 1) of its parent, whatever was called before.
+    """Number the next call of the sub-flow within its parent (from 1), whatever was called before.
 
-    Prefect tells calls apart by their order. A parent that runs again begins its loop at the iteration that is missing; without
-    a number, Prefect takes that call for the first one of the time before, and hands back the result of *that* iteration
+    Prefect identifies calls by their order. A parent that runs again starts its loop at the missing iteration; without
+    a number, Prefect takes that call for the first one of the earlier run and returns the result of *that* iteration
     instead of running this one.
     """
     context = FlowRunContext.get()

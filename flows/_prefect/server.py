@@ -1,16 +1,15 @@
-"""Prefect's own command for its server: `python -m flows._prefect.server server start …`, made to work with SQLite.
+"""Prefect's server command, made to work with SQLite: `python -m roundhouse_flows._prefect.server server start …`.
 
-Invariants: the thread of the server's event loop never blocks on a lock of the database; a request that SQLite refused because
-another transaction was quicker is repeated here; no page of another site reaches the server, whose API runs commands.
+Invariants: the thread of the server's event loop never blocks on a lock of the database. A request that SQLite refused
+because of a faster transaction is repeated here. Pages of other sites cannot reach the server, whose API runs commands.
 
-The server uses its SQLite connections in threads. A connection whose thread waits for the write lock (a minute at most) is
-locked itself, and collecting garbage that belongs to it (an old cursor) blocks until the wait ends. Python collects garbage in
-whichever thread allocates, mostly that of the event loop; when the request that holds the write lock needs the event loop to
-proceed, everything stalls until the 60 s lock timeout. About a third of the cancelled runs met this: the event loop's thread
-was in an allocation, a request for a flow run's state held the lock, and three connections waited.
+The server uses its SQLite connections in threads. A connection that waits for the write lock (a minute at most) is
+locked itself, and collecting garbage that belongs to it (an old cursor) blocks until the wait ends. Python collects
+garbage in any allocating thread, mostly that of the event loop; if the request that holds the write lock needs the
+event loop, everything stalls until the 60 s lock timeout. About a third of the cancelled runs met this.
 
-Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503, which means that the
-request may be repeated: its client does so, its page does not, and a person's click on Resume or Cancel was lost.
+Of two transactions that have read before they write, SQLite refuses one at once. Prefect then answers 503: its client
+repeats the request, but its page does not, so a person's click on Resume or Cancel was lost.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ fetch("/api/admin/version", {headers: {Authorization: `Basic ${kept}`}}).then((r
   location.replace("/");
 }).catch(() => { document.body.textContent = "This link is of another server: roundhouse up names the file to open."; });
 </script>"""
-"""Stores what Prefect's page asks for as its password where that page looks for it. Browsers send no fragment to a server."""
+"""Script that stores the password where Prefect's page reads it. Browsers do not send a fragment to a server."""
 LOOK_SECONDS = 0.5
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 0.2
 AGAIN_SECONDS = 10.0
@@ -52,7 +51,7 @@ IN_PROCESS = "prefect-in-memory"
 
 
 def collect_garbage_elsewhere() -> None:
-    """Have one thread collect all garbage of this process: nobody else waits for what it waits for."""
+    """Collect all garbage of this process in one thread, so that no other thread waits for its locks."""
 
     def collect() -> None:
         while True:
@@ -66,10 +65,10 @@ def collect_garbage_elsewhere() -> None:
 
 
 class AsksAgain:
-    """An ASGI application around Prefect's.
+    """An ASGI application around Prefect's that repeats requests.
 
-    Where Prefect lets a client ask again, it answers 503 and raises the database's error; a 503 without an error, as of a
-    server that is not ready yet, is an answer like any other.
+    For a repeatable request Prefect answers 503 and raises the database's error; a 503 without an error, as of a
+    starting server, is passed on.
     """
 
     def __init__(self, app: App, seconds: float = AGAIN_SECONDS) -> None:
@@ -92,26 +91,26 @@ class AsksAgain:
     async def _answered(
         self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send, is_last: bool
     ) -> bool:
-        unread, held = [{"type": "http.request", "body": body, "more_body": False}], list[Message]()
+        unread, messages = [{"type": "http.request", "body": body, "more_body": False}], list[Message]()
 
         async def read() -> Message:
             return unread.pop() if unread else await receive()
 
         async def hold_busy(message: Message) -> None:
-            if held or (message["type"] == "http.response.start" and message["status"] == BUSY):
-                held.append(message)
+            if messages or (message["type"] == "http.response.start" and message["status"] == BUSY):
+                messages.append(message)
             else:
                 await send(message)
 
         try:
             await self._app({**scope}, read, hold_busy)
         except Exception:  # a request's border: raised again, unless the request is made again
-            if held and not is_last:
+            if messages and not is_last:
                 return False
-            for message in held:
+            for message in messages:
                 await send(message)
             raise
-        for message in held:
+        for message in messages:
             await send(message)
         return True
 

@@ -1,8 +1,8 @@
-"""A SIGTERM or SIGINT whose exception Python drops is sent again.
+"""Send a SIGTERM or SIGINT again if Python dropped its exception.
 
-Prefect raises both as exceptions, wherever the main thread happens to be. In a few places Python cannot hand an exception to a
-caller: in a finalizer, or in an `isinstance` that compiled code calls, as it does for each parameter of a Prefect flow. There
-it prints the exception and continues, and a cancelled run would train until its runner kills it half a minute later.
+Prefect raises both as exceptions, anywhere in the main thread. In a few places Python cannot pass an exception to a
+caller: in a finalizer, or in an `isinstance` that compiled code calls, as for each parameter of a Prefect flow. Python
+then prints the exception and continues, and a cancelled run would train until its runner kills it half a minute later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from prefect.exceptions import TerminationSignal
 
 AGAIN_SECONDS = 0.1
-"""Not at once: the main thread is still where exceptions are dropped."""
+"""Delay before the repetition, because the main thread is still in code that drops exceptions."""
 
 
 @contextmanager

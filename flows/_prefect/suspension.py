@@ -1,8 +1,8 @@
-"""A suspended flow run rests until a person resumes it, and hears of its suspension even where Prefect does not tell it.
+"""Keep a suspended flow run suspended until a person resumes it, and deliver missed suspensions.
 
-*Suspend* on the Prefect page gives the suspension an end, 300 s unless a person changes that, and the flow run fails then. The
-flow run is told by an event, which is sent before the state is committed: a process that asks at once, while the database is
-busy, is told that it is running, and Prefect's observer does not ask again.
+*Suspend* on the Prefect page ends after 300 s by default, and the flow run then fails. Prefect notifies the flow run by
+an event that is sent before the state is committed: a process that asks at once, while the database is busy, still
+reads "running", and Prefect's observer does not ask again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def lasting_suspensions() -> Iterator[None]:
 
 
 async def prolong_suspensions(deployments: Sequence[UUID]) -> None:
-    """The same for all flow runs of these deployments, also those whose process ended before it could hear of its suspension.
+    """Prolong the suspensions of all flow runs of these deployments, including those whose process ended before it
+    noticed.
 
     Raises:
         httpx.HTTPError, PrefectHTTPStatusError: the server does not answer, or refuses.
@@ -74,7 +75,7 @@ def _prolong(flow_run: UUID) -> None:
 
 
 def _ends_soon(state: State | None) -> bool:
-    """Whether it is a suspension with an end that is near or past. One that waits with a form is ours, and ends late."""
+    """Return whether it is a suspension whose end is near or past. One that waits with a form is ours, and ends late."""
     if state is None or not state.is_paused() or state.name != "Suspended":
         return False
     end = state.state_details.pause_timeout
@@ -82,10 +83,10 @@ def _ends_soon(state: State | None) -> bool:
 
 
 def heed_suspension() -> None:
-    """Rest, where the server says that this flow run is suspended.
+    """Pause if the server reports this flow run as suspended.
 
     Raises:
-        Pause: as Prefect raises it, for all that runs under the flow run.
+        Pause: as Prefect raises it, for everything under the flow run.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not is_deployed():
@@ -101,6 +102,6 @@ def heed_suspension() -> None:
 
 
 def is_deployed() -> bool:
-    """Whether Prefect can start this flow run again, so that it may wait without a process."""
+    """Return whether Prefect can start this flow run again, so that it may wait without a process."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None

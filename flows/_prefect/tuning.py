@@ -1,24 +1,31 @@
-"""Defaults of Prefect that cost too much where an iteration takes a few seconds.
+"""Prefect defaults that are too expensive for iterations of a few seconds.
 
-* Before a tagged task starts, the client asks the server for a concurrency slot of each tag: a fifth of an iteration's wall
-  time in the quickstart. So flow runs carry tags and task runs none; a flow run's tags find its tasks as well.
-* Its first import imports pandas where that is installed, half a second, for cache keys of data frames, which no task here has.
-  A process that uses Prefect imports this module first.
-* Until a flow run ends, it keeps a state of everything that its sub-flows returned, to derive dependencies: three KiB an
-  iteration. No iteration uses what an earlier one returned; it reads the store.
-* For each flow it builds a model of the parameters and a form of the model: a fifth of a second for a run's configuration. So
-  flows take an `OpaqueConfig`, which validates itself. No flow that takes one is deployed; those have forms of their own.
-* Its server answers 503 when two SQLite transactions collide, as when an event is written while a task run is created, and the
-  client repeats the request after two seconds. It is repeated sooner at first; the total patience stays the same.
-* Each client, one an iteration, reads the certificates of all authorities, also for a server without TLS: 0.05 s. A process
-  reads them once.
-* At the end of a flow run Prefect joins its heartbeat thread, half a second on average. An iteration's flow run has none: it
-  runs in its parent's process, which has one.
+* Before a tagged task starts, the client requests a concurrency slot for each tag: a fifth of an iteration's wall time
+in the quickstart.
+  Flow runs therefore carry tags and task runs none; a flow run's tags find its tasks as well.
+* Its first import imports pandas if installed, half a second, for cache keys of data frames, which no task here has. A
+process that uses
+  Prefect imports this module first.
+* A flow run keeps a state of all its sub-flows' results until it ends, to derive dependencies: three KiB an iteration.
+Iterations do not
+  use earlier results; they read the store.
+* For each flow it builds a model and a form of the parameters: a fifth of a second for a run's configuration. Flows
+therefore take an
+  `OpaqueConfig`, which validates itself. Such flows are not deployed; deployments have separate forms.
+* Its server answers 503 when two SQLite transactions collide, and the client repeats the request after two seconds. It
+is repeated sooner
+  at first; the total patience stays the same.
+* Each client, one per iteration, reads all certificate authorities, even for a server without TLS: 0.05 s. A process
+reads them once.
+* At the end of a flow run Prefect joins its heartbeat thread, half a second on average. An iteration's flow run has
+none, because it runs
+  in its parent's process.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,8 +47,8 @@ with hide_packages("pandas"), gc_paused():
 from prefect import tags
 from prefect.client import orchestration
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
-from prefect.context import FlowRunContext, TagsContext
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.context import FlowRunContext, TagsContext, refresh_global_settings_context
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,7 +89,7 @@ _ask_again_soon(PrefectHttpxSyncClient)
 
 
 class _AsAWhole:
-    """To pydantic one value, whose parts are its own affair."""
+    """A single value for pydantic, without inspection of its parts."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -98,13 +105,24 @@ OpaqueConfig = Annotated[RunConfig, _AsAWhole]
 
 
 def tagged(flow: Callable[P, R], *names: str) -> Callable[P, R]:
-    """The flow, whose run will carry these tags."""
+    """Return the flow with these tags, which runs at the server that the environment names."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        take_environment()
         with tags(*names):
             return flow(*args, **kwargs)
 
     return run
+
+
+def take_environment() -> None:
+    """Let Prefect read its settings again if the environment names another server.
+
+    Prefect reads its settings on import. A process that imported it before the services started would run flows at a
+    temporary server.
+    """
+    if (get_current_settings().api.url or "") != os.environ.get("PREFECT_API_URL", ""):
+        refresh_global_settings_context()
 
 
 @contextmanager
@@ -116,13 +134,13 @@ def untagged_tasks() -> Iterator[None]:
 
 @contextmanager
 def without_heartbeats() -> Iterator[None]:
-    """Flow runs that start in the block have no heartbeat of their own."""
+    """Disable the heartbeat of flow runs that start in the block."""
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield
 
 
 def forget_results() -> None:
-    """Let go of the states of what this flow run's sub-flows and tasks have returned."""
+    """Release the result states of this flow run's sub-flows and tasks."""
     context = FlowRunContext.get()
     if context is not None:
         context.run_results.clear()

@@ -1,8 +1,9 @@
-"""The `roundhouse` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The `roundhouse` command. Each command imports its modules when it runs, so that `--help` answers at once."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from roundhouse.cli import (
     gym_data,
     gym_servers,
     offline,
+    plugins,
     prefect,
     replay,
     reports,
@@ -32,6 +34,8 @@ RENAMED_COMMANDS = (
 """Group, its name, a word of before and the one of today: the earlier word is refused with the new one."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""The same after SIGTERM."""
 
 
 def _show_version(asked: bool) -> None:
@@ -63,6 +67,7 @@ gym.add_typer(gym_servers.app)
 gym.add_typer(gym_data.app)
 app.add_typer(gym, name="gym")
 app.add_typer(gym_data.export_app)
+app.add_typer(plugins.app)
 app.add_typer(store.commands)
 
 
@@ -85,10 +90,28 @@ def _options(
     pass
 
 
+def spread_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--set` before each override that follows another one.
+
+    >>> spread_overrides(["train", "a.yaml", "--set", "x=1", "y=2", "--dry-run"])
+    ['train', 'a.yaml', '--set', 'x=1', '--set', 'y=2', '--dry-run']
+    """
+    spread: list[str] = []
+    for argument in arguments:
+        follows = len(spread) > 1 and spread[-2] == "--set"
+        if follows and "=" in argument and not argument.startswith("-"):
+            spread.append("--set")
+        spread.append(argument)
+    return spread
+
+
 def main() -> None:
     """Entry point: errors that a person can act on are shown without a traceback, and distinguished by their exit code."""
+    from roundhouse.cli.terminal import show_controls_in_logs
+
+    show_controls_in_logs()
     try:
-        app()
+        app(args=spread_overrides(sys.argv[1:]))
     except Exception as error:
         from roundhouse.health.policy import typed
 
@@ -99,6 +122,6 @@ def main() -> None:
         error_console().print(f"[bold red]error:[/] {escape(str(known))}", highlight=False, soft_wrap=True)
         sys.exit(exit_code(known))
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            error_console().print("\ninterrupted; the same command goes on where this one stopped")
+        if end.code in (INTERRUPTED, TERMINATED):
+            error_console().print("\nInterrupted. Run the same command again to resume.")
         raise

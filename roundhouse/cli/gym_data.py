@@ -6,13 +6,22 @@ Invariant of a source of `collect`: exactly one is named; the agent that rows wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roundhouse.cli.options import DEFAULT_STORE, NewStoreOption, StoreOption, console, out, written
+from roundhouse.cli.options import (
+    DEFAULT_STORE,
+    NewStoreOption,
+    StoreOption,
+    console,
+    error_console,
+    out,
+    store_name,
+    written,
+)
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +64,9 @@ def collect(
     max_tokens: Annotated[int, typer.Option(help="Tokens a rollout, with --environment.", min=1)] = 32_768,
     timeout: Annotated[float, typer.Option(help="Seconds for one rollout.", min=0.001)] = 3600.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling, with --environment.")] = 0,
+    require_complete: Annotated[
+        bool, typer.Option("--require-complete", help="Exit code 1 unless every rollout has a result.")
+    ] = False,
 ) -> None:
     """Collect rollouts of task rows from agent servers, or from a running policy and an environment."""
     from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
@@ -66,19 +78,28 @@ def collect(
         )
     )  # fmt: skip
     sampling = {"temperature": temperature, "top_p": top_p, "max_output_tokens": max_output_tokens}
-    given = {name: value for name, value in sampling.items() if value is not None}
-    how = materialization(opened.agent, limit, num_repeats, prompt_config, given, overrides or [])
+    sampling_options = {name: value for name, value in sampling.items() if value is not None}
+    how = materialization(opened.agent, limit, num_repeats, prompt_config, sampling_options, overrides or [])
+    how = replace(how, agents=opened.agents)
     files = CollectionFiles(output)
     summary = _collect(
         files, _left(files, inputs, opened, how, resume), opened, concurrency or None, not disable_aggregation
     )
+    _report(summary, require_complete=require_complete)
+
+
+def _report(summary: Summary, *, require_complete: bool = False) -> None:
+    """Print the results of a collection; end with exit code 1 if it has none, or is incomplete against the caller's wish."""
     terminal = console()
-    terminal.print(summary.line(), highlight=False, markup=False, soft_wrap=True)
+    lines = [summary.line(), *summary.failure_lines()]
     if summary.not_run:
-        terminal.print(
-            f"{summary.outage} Run the command again with --resume.", highlight=False, markup=False, soft_wrap=True
-        )
-    out(f"{files.rollouts}")
+        lines.append(f"{summary.outage} Run the command again with --resume.")
+    for line in lines:
+        terminal.print(line, highlight=False, markup=False, soft_wrap=True)
+    out(f"{summary.files.rollouts}")
+    if (verdict := summary.verdict(require_complete=require_complete)) is not None:
+        error_console().print(verdict, highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -115,7 +136,7 @@ def reverify(
     if (head is None) == (resources_url is None):
         raise ConfigError("Name one place of the verifiers: --head or --resources-url.")
     files = CollectionFiles(rollouts)
-    asked = Reverification(
+    request = Reverification(
         inputs or files.materialized_inputs, files, output, limit, judge_failed_only, append, overwrite, resume, force
     )
 
@@ -125,13 +146,12 @@ def reverify(
         else:
             verifiers = await verifiers_of_head(head or "", timeout)
         async with verifiers:
-            written, left = await begin(asked, verifiers)
+            written, left = await begin(request, verifiers)
             return await collect_rows(
                 written, left, verifiers, concurrency=concurrency or None, aggregate=not disable_aggregation
             )
 
-    summary = asyncio.run(work())
-    out(f"{summary.line()}\n{summary.files.rollouts}")
+    _report(asyncio.run(work()))
 
 
 @app.command()
@@ -140,7 +160,7 @@ def profile(
     inputs: Annotated[Path | None, typer.Option(help="Materialized inputs, if they lie elsewhere.")] = None,
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile what there is.")] = False,
 ) -> None:
-    """Statistics of each task's rollouts and of each agent's, as files beside the rollouts."""
+    """Write statistics of each task's rollouts, each agent's and each repeat's, as files next to the rollouts."""
     from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
     from roundhouse.compat.nemo_gym.exchange.statistics import write_profile
 
@@ -148,8 +168,10 @@ def profile(
     found = write_profile(files, inputs or files.materialized_inputs, allow_partial=allow_partial)
     out(f"{found.completed} of {found.expected} rollouts, {len(found.tasks)} tasks")
     for metrics in found.agents:
-        out(f"{metrics['agent_ref']['name']}: mean reward {metrics.get('mean/reward', float('nan')):.3f}")
-    out(f"{files.reward_profile}\n{files.agent_metrics}")
+        masked = metrics.get("coverage/masked_rollouts", 0)
+        note = f", without {masked} masked rollouts" if masked else ""
+        out(f"{metrics['agent_ref']['name']}: mean reward {metrics.get('mean/reward', float('nan')):.3f}{note}")
+    out(f"{files.reward_profile}\n{files.agent_metrics}\n{files.repeat_metrics}")
 
 
 @app.command()
@@ -198,14 +220,14 @@ def demonstrations(
     from roundhouse.environments import environment_config, load_any
     from roundhouse.rollout.responses import chat_tools
 
-    made = load_any(environment_config(environment, parameters))
+    loaded = load_any(environment_config(environment, parameters))
     try:
-        conversations = made.demonstrations("train", count, good_fraction, seed)
+        conversations = loaded.demonstrations("train", count, good_fraction, seed)
     except NotImplementedError as error:
         raise ConfigError(
             f"The environment {environment} has no demonstrations. Give it the method, or write rows."
         ) from error
-    tools = chat_tools(made.tool_schemas())
+    tools = chat_tools(loaded.tool_schemas())
     rows = [
         json.dumps({"messages": messages, "tools": tools} if tools else {"messages": messages})
         for messages in conversations
@@ -218,8 +240,8 @@ def demonstrations(
 @app.command("import")
 def import_file(
     file: Annotated[Path, typer.Argument(help="Rollouts file; inputs and failures beside it are read, too.")],
-    name: Annotated[str, typer.Option(help="Name of the dataset.")],
-    version: Annotated[str, typer.Option(help="Version of the dataset.")] = "v000001",
+    name: Annotated[str, typer.Option(help="Name of the dataset.", callback=store_name)],
+    version: Annotated[str, typer.Option(help="Version of the dataset.", callback=store_name)] = "v000001",
     store: NewStoreOption = DEFAULT_STORE,
     policy_version: Annotated[int, typer.Option(help="Version of the weights that made foreign rollouts.", min=0)] = 0,
 ) -> None:
@@ -267,29 +289,32 @@ def materialization(
     sampling: dict[str, Any],
     overrides: list[str],
 ) -> Materialization:
-    """The options of `collect` about its rows.
+    """Return the options of `collect` about its rows.
 
     Raises:
-        ConfigError: an override is none, or about something else.
+        ConfigError: an override is malformed, or concerns another section.
     """
     from roundhouse.compat.nemo_gym.config.sources import parse_override
-    from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, read_prompt
+    from roundhouse.compat.nemo_gym.exchange.task_rows import COLLECTION_KEYS, Materialization, Repeats, read_prompt
 
     params: dict[str, Any] = {}
     add_seed = False
+    refused: list[str] = []
     for one in map(parse_override, overrides):
         match one.path:
             case ("responses_create_params", name) if one.has_value:
                 params[name] = one.value
             case ("num_repeats_add_seed",) if isinstance(one.value, bool):
                 add_seed = one.value
-            case ("num_samples_in_parallel",):
-                raise ConfigError(f"The override {one.text!r} is the option --concurrency here; 0: all at once.")
+            case (name, *_) if name in COLLECTION_KEYS:
+                refused.append(f"The override {one.text!r} is {COLLECTION_KEYS[name]}.")
             case _:
-                raise ConfigError(
+                refused.append(
                     f"The override {one.text!r} is about nothing of a collection: "
                     "+responses_create_params.<name>=<value> and +num_repeats_add_seed=true are."
                 )
+    if refused:
+        raise ConfigError("\n".join(refused))
     return Materialization(
         agent=agent,
         limit=limit,
@@ -303,7 +328,7 @@ def materialization(
 def _left(
     files: CollectionFiles, inputs: str | None, opened: OpenSource, how: Materialization, resume: bool
 ) -> Remaining:
-    """What is to be run: the rest of an earlier collection, or all rows of the file or the environment."""
+    """Return the rows to run: the rest of an earlier collection, or all rows of the file or the environment."""
     from roundhouse.compat.nemo_gym.exchange import collection
     from roundhouse.compat.nemo_gym.exchange.json_lines import line_of, refuse_own
     from roundhouse.compat.nemo_gym.exchange.task_rows import expanded, materialize
@@ -350,7 +375,7 @@ def _collect(
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The options that say where rollouts come from."""
+    """Options that select the source of rollouts."""
 
     head: str | None = None
     agent_url: str | None = None
@@ -369,17 +394,21 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source, the agent for rows that name none, and task rows where no file is given."""
+    """A source, the agent for rows that name none, and task rows if no file is given."""
 
     source: RolloutSource
     agent: str | None
     tasks: Sequence[Row] = ()
+    agents: frozenset[str] | None = None
+    """The agents that it has; None: any that a row names."""
 
 
 def open_source(options: SourceOptions) -> OpenSource:
-    """
+    """Open the source of these options.
+
     Raises:
-        ConfigError: none or several places are named, or an option is missing beside one, or would do nothing.
+        ConfigError: no or several sources are named, or a required option is missing, or an option would have no
+            effect.
     """
     named = [
         option
@@ -425,12 +454,13 @@ def open_source(options: SourceOptions) -> OpenSource:
     if options.agent is not None and options.agent not in urls:
         raise ConfigError(f"--agent is {options.agent}; the head server at {head} knows {', '.join(sorted(urls))}.")
     only = next(iter(urls)) if len(urls) == 1 else None
-    return OpenSource(AgentServers(urls, options.timeout, key="--head"), options.agent or only)
+    return OpenSource(AgentServers(urls, options.timeout, key="--head"), options.agent or only, agents=frozenset(urls))
 
 
 def _own(options: SourceOptions) -> OpenSource:
     from roundhouse.compat.nemo_gym.exchange.stream import OwnPolicy
     from roundhouse.config.models import GenerationConfig, RolloutConfig, Sampling
+    from roundhouse.config.rollout import LARGEST_REWARD
     from roundhouse.environments import environment_config
 
     if options.engine_url is None:
@@ -447,6 +477,7 @@ def _own(options: SourceOptions) -> OpenSource:
         concurrency=options.concurrency or None,
         timeout_seconds=options.timeout,
         tool_timeout_seconds=options.timeout,
+        reward_limit=LARGEST_REWARD,
     )
     environment = environment_config(options.environment or "", options.parameters)
     source = OwnPolicy(options.engine_url, environment, generation, rollout, options.seed)

@@ -97,7 +97,7 @@ def start(
         found,
         options,
         ready=lambda line: out(
-            json.dumps(line) if as_json else f"All servers answer. Head server: {line['head']}. Ctrl-C ends them."
+            json.dumps(line) if as_json else f"All servers ready! Head server: {line['head']}. Ctrl-C ends them."
         ),
     )
 
@@ -122,7 +122,7 @@ def validate(
     install: Install = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell everything that is wrong with a configuration; exit code 1 if anything is."""
+    """Report all faults of a configuration; exit code 1 if any."""
     from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
 
     roots = _roots(search_dirs, root)
@@ -152,7 +152,7 @@ def status(
     head: Annotated[str, typer.Option("--head", help="URL of the head server.")] = "http://127.0.0.1:11000",
     as_json: JsonOption = False,
 ) -> None:
-    """Which servers run, and whether they answer; exit code 1 if one does not."""
+    """List running servers and whether they answer; exit code 1 if one does not."""
     from roundhouse.compat.nemo_gym.servers.head import server_statuses
 
     servers = server_statuses(head)
@@ -172,13 +172,19 @@ def status(
 def init(
     name: Annotated[str, typer.Argument(help="Name of the environment: small letters, digits, underscores.")],
     directory: Annotated[Path, typer.Option(help="Where its directory is made.")] = Path(),
+    is_minimal: Annotated[
+        bool, typer.Option("--minimal", help="Write the class and the run's configuration alone.")
+    ] = False,
 ) -> None:
-    """Write a new environment: its class, its test, example rows, a configuration."""
+    """Write a new environment: its class, its test, example rows, configurations of a run and of a server."""
     from roundhouse.compat.nemo_gym.servers.scaffold import write_environment
 
     with written("--directory", directory):
-        for path in write_environment(name, directory):
-            out(str(path))
+        paths = write_environment(name, directory, is_minimal=is_minimal)
+    for path in paths:
+        out(str(path))
+    run = directory / name / "run.yaml"
+    error_console().print(f"Try next: roundhouse train {run} --dry-run, then without it", highlight=False, markup=False)
 
 
 def _roots(search_dirs: list[Path] | None, root: Path | None) -> SearchRoots:

@@ -1,7 +1,8 @@
-"""`roundhouse train-offline | datasets`: learn from collected datasets; which there are, who uses them, which can go."""
+"""`roundhouse train-offline | datasets`: learn from collected datasets; list and prune them."""
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from typing import Annotated, Any, get_args
@@ -24,6 +25,7 @@ from roundhouse.cli.options import (
 app = typer.Typer()
 datasets_app = typer.Typer(no_args_is_help=True, help="Datasets that were collected outside a run's training.")
 DAY = 86400.0
+log = logging.getLogger(__name__)
 
 
 @app.command("train-offline")
@@ -55,7 +57,7 @@ def train_offline(
     dry_run: DryRun = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Train a new run from collected datasets instead of fresh rollouts, or go on with it."""
+    """Train a new run from collected datasets instead of fresh rollouts, or continue it."""
     from roundhouse.cli.training import train_run
     from roundhouse.errors import ConfigError
     from roundhouse.stages.fork import Method, fork_of, fork_run, offline_config
@@ -77,7 +79,8 @@ def train_offline(
         overrides=[*passes, *(overrides or [])],
     )
     if not dry_run:
-        accept_code(config, overrides, trust_store)
+        named = [] if teacher is None else [f"train.algorithm.teacher={teacher}"]
+        accept_code(config, [*named, *(overrides or [])], trust_store)
     if config.offline is not None:
         reader = None if dry_run else replace(fork_of(store, run_id, new) or load_run(store, run_id), config=config)
         find_datasets(store, config.offline.datasets, reader)
@@ -93,9 +96,9 @@ def datasets_list(
     as_json: JsonOption = False,
 ) -> None:
     """All complete versions, oldest first, with the runs that train from them."""
-    found = dataset_facts(store, name)
+    facts = dataset_facts(store, name)
     if as_json:
-        return out_json(found)
+        return out_json(facts)
     rows = [
         (
             each["dataset"],
@@ -106,7 +109,7 @@ def datasets_list(
             f"{each['age_days']:.1f} d",
             ", ".join(each["used_by"]),
         )
-        for each in found
+        for each in facts
     ]
     return print_table(("dataset", "version", "collected by", "rollouts", "reward", "age", "trained from it"), rows)
 
@@ -119,14 +122,14 @@ def datasets_prune(
     delete: Annotated[bool, typer.Option("--delete", help="Delete. Without this, it is only listed.")] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Delete old versions of a dataset; never one that a run of this store trains from, nor the newest."""
+    """Delete old versions of a dataset, except the newest and those that a run of this store trains from."""
     from roundhouse.errors import StoreError
     from roundhouse.stages.datasets import dataset_names, retain_versions
 
     if keep_last is None and keep_days is None:
         raise typer.BadParameter("say what to keep: --keep-last, --keep-days or both.")
-    if name not in (there := dataset_names(store)):
-        raise StoreError(f"No dataset {name!r}. There are: {', '.join(there) or 'none'}.")
+    if name not in (existing := dataset_names(store)):
+        raise StoreError(f"No dataset {name!r}. There are: {', '.join(existing) or 'none'}.")
     gone = retain_versions(store, name, keep_last, keep_days, dry_run=not delete)
     for uri in gone:
         out(uri)
@@ -134,10 +137,10 @@ def datasets_prune(
 
 
 def dataset_facts(store: str, name: str | None = None) -> list[dict[str, Any]]:
-    """What a person wants to know of each version.
+    """Return the facts of each version for a person.
 
     Raises:
-        StoreError: there is no such dataset.
+        StoreError: the dataset does not exist.
     """
     from roundhouse.errors import StoreError
     from roundhouse.stages.datasets import dataset_names, dataset_versions, users_of_datasets
@@ -146,7 +149,11 @@ def dataset_facts(store: str, name: str | None = None) -> list[dict[str, Any]]:
     names = dataset_names(store)
     if name is not None and name not in names:
         raise StoreError(f"No dataset {name!r}. There are: {', '.join(names) or 'none'}.")
-    users = users_of_datasets(store)
+    try:
+        users = users_of_datasets(store)
+    except StoreError as error:  # of one run; the versions are readable
+        log.warning("the users of datasets are not known: %s", error)
+        users = {}
     facts = []
     for each in names if name is None else [name]:
         for reference in dataset_versions(store, each):

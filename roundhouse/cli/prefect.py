@@ -19,6 +19,8 @@ from roundhouse.cli.options import (
     StateOfStoreOption,
     StateOption,
     StoreOption,
+    TrustStore,
+    accept_code,
     out,
     out_json,
     print_table,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def find_prefect(state: Path) -> bool:
-    """Let Prefect's client find the server of this state directory, else the one that PREFECT_API_URL names; whether there is
-    one."""
+    """Let Prefect's client find the server of this state directory, else the one of PREFECT_API_URL; return whether
+    one exists."""
     from roundhouse.infra import services
 
     running = services.status(state / "services")
@@ -42,10 +44,10 @@ def find_prefect(state: Path) -> bool:
 
 
 def at_prefect(state: Path) -> None:
-    """The same, where there must be one.
+    """Let Prefect's client find a server, which is required.
 
     Raises:
-        InfraError: neither; it says how to start one.
+        InfraError: no server is known; names the start command.
     """
     from roundhouse.errors import InfraError
 
@@ -68,33 +70,39 @@ def deploy_command(
     presets: Annotated[
         Path, typer.Option(help="Presets that the form of `train` offers; those in the pods.")
     ] = PRESETS,
+    namespace: Annotated[
+        str | None, typer.Option(help="Namespace of the flow runs' Jobs; the template's default when left out.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be made or changed.")] = False,
     as_json: JsonOption = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Register the flows on the Kubernetes work pool: the pool, its job template, deployments, schedules."""
-    from flows.forms import PRESETS_VARIABLE, preset_names
     from roundhouse.config.deployments import read_deployments, read_template
     from roundhouse.config.secrets import masked_text
     from roundhouse.errors import ConfigError
+    from roundhouse.shipped import shipped
+    from roundhouse_flows.forms import PRESETS_VARIABLE, preset_names
 
-    os.environ[PRESETS_VARIABLE] = str(presets)
+    os.environ[PRESETS_VARIABLE] = str(shipped(presets))
     if not preset_names():
         raise ConfigError(
             f"--presets {presets}: no run configurations are there, so that the form of `train` has no choice."
         )
-    pool = read_template(template)
-    wanted = read_deployments(file, pool)
+    pool = read_template(shipped(template))
+    if namespace is not None:
+        pool = pool.in_namespace(namespace)
+    deployments = read_deployments(shipped(file), pool)
     if "PREFECT_API_URL" not in os.environ:  # a server that is named counts, also while `roundhouse up` runs here
         at_prefect(state)
-    import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
-    from flows.work_pool import deploy
+    import roundhouse_flows._prefect.tuning  # noqa: F401 - before all else of Prefect
+    from roundhouse_flows.work_pool import deploy
 
     server = masked_text(os.environ["PREFECT_API_URL"])
     if not as_json:
         out(f"Prefect server: {server}")
     lines = []
-    for line in deploy(wanted, pool, dry_run=dry_run):
+    for line in deploy(deployments, pool, dry_run=dry_run):
         lines.append(line)
         if not as_json:
             out(line)
@@ -127,16 +135,18 @@ def schedule_collect(
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     state: StateOfStoreOption = None,
+    trust_store: TrustStore = False,
 ) -> None:
     """Collect rollouts of a run's checkpoint by a cron expression into datasets/<name>/<moment>."""
     from pydantic import ValidationError
 
-    from flows.forms import CollectForm
     from roundhouse.config.yaml_text import in_words
     from roundhouse.errors import ConfigError
+    from roundhouse.infra.consents import record_consent
     from roundhouse.store.location import Location
+    from roundhouse_flows.forms import CollectForm
 
-    given = {
+    values = {
         "version": version,
         "checkpoint": "promoted" if promoted else "newest",
         "keep_last": keep_last,
@@ -144,7 +154,7 @@ def schedule_collect(
         "overrides": overrides or [],
     }
     try:
-        form = CollectForm.model_validate({"run_id": run, "store": Location(store).uri, "name": name} | given)
+        form = CollectForm.model_validate({"run_id": run, "store": Location(store).uri, "name": name} | values)
     except ValidationError as error:
         first = error.errors()[0]
         named = f"--{first['loc'][0]} {first['input']!r}: " if first["loc"] else ""
@@ -152,21 +162,24 @@ def schedule_collect(
         raise ConfigError(
             f"{named}{'must be ' + in_words(first['ctx']['pattern']) if mismatch else first['msg']}"
         ) from None
-    form.resolve()  # an unknown run or override is reported now, not at two in the morning
-    at_prefect(state_of(store, state))
-    from flows.schedules import add_schedule
+    config = form.resolve()  # an unknown run or override is reported now, not at two in the morning
+    accept_code(config, overrides, trust_store)
+    services = state_of(store, state)
+    record_consent(config, state=services)
+    at_prefect(services)
+    from roundhouse_flows.schedules import add_schedule
 
-    made = add_schedule(form, cron, timezone)
-    out(f"{name}: {cron} ({timezone}), next at {_moment(made.next_moment)}")
+    schedule = add_schedule(form, cron, timezone)
+    out(f"{name}: {cron} ({timezone}), next at {_moment(schedule.next_moment)}")
 
 
 @schedule_app.command("list")
 def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """All schedules."""
     at_prefect(state)
-    from flows.schedules import schedules
+    from roundhouse_flows.schedules import schedules
 
-    found = [
+    schedules_found = [
         {
             "name": each.name,
             "run": each.form.run_id,
@@ -182,17 +195,17 @@ def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = Fals
         for each in schedules()
     ]
     if as_json:
-        return out_json(found)
+        return out_json(schedules_found)
     shown = ("name", "run", "version", "cron", "timezone", "next", "keep_last")
     columns = ("dataset", "run", "version", "cron", "time zone", "next", "keeps")
-    return print_table(columns, ([facts[name] for name in shown] for facts in found))
+    return print_table(columns, ([facts[name] for name in shown] for facts in schedules_found))
 
 
 @schedule_app.command("remove")
 def schedule_remove(name: NameArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Stop collecting into a dataset; what was collected stays."""
+    """Stop collecting into a dataset; its versions stay."""
     at_prefect(state)
-    from flows.schedules import remove_schedule
+    from roundhouse_flows.schedules import remove_schedule
 
     remove_schedule(name)
     out(f"{name}: no longer scheduled")
@@ -207,7 +220,7 @@ def schedule_backfill(
 ) -> None:
     """Collect the moments of a schedule that were missed: the machine was off, or the collection failed."""
     at_prefect(state)
-    from flows.schedules import back_fill, missed
+    from roundhouse_flows.schedules import back_fill, missed
 
     moments = missed(name, since.replace(tzinfo=UTC))
     for moment in moments:
@@ -238,14 +251,15 @@ def alerts_install(
     suspend: Annotated[
         list[str] | None,
         typer.Option(
-            help="An alert on which the run is suspended too: reward_collapse, kl, mismatch, reward_hacking. May be repeated."
+            help="An alert on which the run is suspended too: reward_collapse, kl, mismatch, reward_hacking, uneven_failures. "
+            "May be repeated."
         ),
     ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Create the automations on a Prefect server, or change what they do; what a person added to them stays."""
+    """Create the automations on a Prefect server, or change their actions; a person's additions stay."""
     at_prefect(state)
-    from flows.alerts import install
+    from roundhouse_flows.alerts import install
 
     _show(install(webhook, suspend or []))
 
@@ -254,20 +268,20 @@ def alerts_install(
 def alerts_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """The automations that there are, and what each does."""
     at_prefect(state)
-    from flows.alerts import installed
+    from roundhouse_flows.alerts import installed
 
-    found = installed()
+    automations = installed()
     if as_json:
-        out_json([_automation_facts(each) for each in found])
+        out_json([_automation_facts(each) for each in automations])
     else:
-        _show(found)
+        _show(automations)
 
 
 @alerts_app.command("remove")
 def alerts_remove(state: StateOption = DEFAULT_STATE) -> None:
     """Delete the automations. To silence one for a time, switch it off in Prefect's page."""
     at_prefect(state)
-    from flows.alerts import remove
+    from roundhouse_flows.alerts import remove
 
     out(f"removed: {', '.join(remove()) or 'there was none'}")
 
@@ -275,18 +289,18 @@ def alerts_remove(state: StateOption = DEFAULT_STATE) -> None:
 def _show(automations: Sequence[Any]) -> None:
     if not automations:
         return out("No alerts are installed: roundhouse alerts install")
-    found = map(_automation_facts, automations)
-    rows = ((each["name"], "yes" if each["enabled"] else "no", ", ".join(each["actions"])) for each in found)
+    facts = map(_automation_facts, automations)
+    rows = ((each["name"], "yes" if each["enabled"] else "no", ", ".join(each["actions"])) for each in facts)
     return print_table(("alert", "on", "does"), rows)
 
 
 def _automation_facts(automation: Any) -> dict[str, Any]:
-    from flows.alerts import PREFIX
+    from roundhouse_flows.alerts import PREFIX
 
-    shown = {
+    facts = {
         "do-nothing": "shows it in Prefect's event feed",
         "call-webhook": "calls the webhook",
         "suspend-flow-run": "suspends the run",
     }
-    actions = [shown.get(action.type, action.type) for action in automation.actions]
+    actions = [facts.get(action.type, action.type) for action in automation.actions]
     return {"name": automation.name.removeprefix(PREFIX), "enabled": automation.enabled, "actions": actions}

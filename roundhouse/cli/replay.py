@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundhouse.cli.env_try import env_try
 from roundhouse.cli.options import (
     DEFAULT_STORE,
     JsonOption,
@@ -20,20 +21,21 @@ from roundhouse.cli.options import (
     out,
     out_json,
     print_table,
+    store_name,
 )
 
 if TYPE_CHECKING:
-    from roundhouse.replay.bisect import Bisection
-    from roundhouse.replay.comparison import Comparison
-    from roundhouse.replay.verdicts import VerdictDiff
+    from roundhouse.replays.bisect import Bisection
+    from roundhouse.replays.comparison import Comparison
+    from roundhouse.replays.verdicts import VerdictDiff
 
 app = typer.Typer()
 replays_app = typer.Typer(no_args_is_help=True, help="Replays of a store's runs: what came out of them.")
 
-env_app = typer.Typer(no_args_is_help=True, help="Environments against recorded rollouts.")
+env_app = typer.Typer(no_args_is_help=True, help="Environments, tried and tested.")
 
 DIFFERS = 1
-"""Exit code where nothing was substituted and something differs all the same; of an environment that fails its test, too."""
+"""Exit code if a replay without substitutions differs, or if an environment fails its test."""
 METRICS_SHOWN, ROWS_SHOWN, FLIPS_SHOWN = 6, 20, 10
 
 JudgedRun = Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are judged.")]
@@ -56,7 +58,7 @@ ReplayName = Annotated[str, typer.Argument(metavar="NAME", help="A replay.")]
 
 
 def progress(line: str) -> None:
-    """Tell what is being done, on stderr: stdout has the result."""
+    """Report progress on stderr; stdout has the result."""
     error_console().print(f"[dim]{line}[/]", highlight=False)
 
 
@@ -79,7 +81,9 @@ def replay_run(
     stage: ReplayedStages = None,
     overrides: Overrides = None,
     inputs: ReplayInputs = None,
-    name: Annotated[str | None, typer.Option(help="Of the replay; left out, it follows from the rest.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the replay; left out, it follows from the rest.", callback=store_name)
+    ] = None,
     bounds: Annotated[
         list[str] | None,
         typer.Option("--gate", help="A bound of the drift gate, such as max_kl=0.2; may be repeated."),
@@ -93,14 +97,14 @@ def replay_run(
 ) -> None:
     """Run recorded stages again, with or without substitutions, and compare them with the original.
 
-    The replay lies in replays/<name> of the store; the run is only read. The same command resumes it. Exits with 1 where
-    nothing was substituted and something differs, with 65 where the drift gate stopped it.
+    The replay is in replays/<name> of the store; the run is only read. The same command resumes it. Exits with 1 if a
+    replay without substitutions differs, with 65 if the drift gate stopped it.
     """
     from roundhouse.errors import DataError
     from roundhouse.infra.services import services_of
-    from roundhouse.replay import replay
-    from roundhouse.replay.comparison import DriftGate
-    from roundhouse.replay.stages import SAMPLING, substituted_config
+    from roundhouse.replays import replay
+    from roundhouse.replays.comparison import DriftGate
+    from roundhouse.replays.stages import SAMPLING, substituted_config
     from roundhouse.store.run import load_run
 
     gate = DriftGate.parse(bounds or []) if gated or bounds else None
@@ -111,7 +115,7 @@ def replay_run(
     accept_code(config, overrides, trust_store)
     stages = stage or ["validate", "train"]
     with services_of(config) if set(stages) & set(SAMPLING) else nullcontext():
-        found = replay(
+        comparison = replay(
             store,
             run_id,
             span_of(iterations),
@@ -122,14 +126,14 @@ def replay_run(
             gate=gate,
             say=progress,
         )
-    out_json(found.as_json()) if as_json else _show(found)
-    if found.stopped is not None:
+    out_json(comparison.as_json()) if as_json else _show(comparison)
+    if comparison.stopped is not None:
         raise DataError(
-            f"Stopped at iteration {found.stopped['iteration']}, whose recorded rollouts are no longer the policy's own: "
-            f"{'; '.join(found.stopped['reasons'])}. The versions before it are in {found.uri}. Raise the bound with "
+            f"Stopped at iteration {comparison.stopped['iteration']}, whose recorded rollouts are no longer the policy's own: "
+            f"{'; '.join(comparison.stopped['reasons'])}. The versions before it are in {comparison.uri}. Raise the bound with "
             "--gate, or collect anew from there."
         )
-    if not found.equal and not found.substituted:
+    if not comparison.equal and not comparison.substituted:
         raise typer.Exit(DIFFERS)
 
 
@@ -137,7 +141,7 @@ def replay_run(
 def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """All replays of a store."""
     from roundhouse.errors import StoreError
-    from roundhouse.replay.stages import load_replay, read_comparison, replay_names, request_of
+    from roundhouse.replays.stages import load_replay, read_comparison, replay_names, request_of
 
     found: list[dict[str, Any]] = []
     for name in replay_names(store):
@@ -171,7 +175,7 @@ def replays_show(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """The comparison of a replay with its original, as JSON."""
-    from roundhouse.replay.stages import read_comparison
+    from roundhouse.replays.stages import read_comparison
 
     out_json(read_comparison(store, name))
 
@@ -183,7 +187,7 @@ def replays_delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a replay with its checkpoints; the run stays as it is."""
-    from roundhouse.replay.stages import load_replay
+    from roundhouse.replays.stages import load_replay
     from roundhouse.stages.policy import delete_run
 
     replayed = load_replay(store, name)
@@ -195,7 +199,7 @@ def replays_delete(
 
 @app.command("rescore")
 def rescore_rollouts(
-    name: Annotated[str, typer.Option(help="Dataset that gets the verdicts.")],
+    name: Annotated[str, typer.Option(help="Dataset that gets the verdicts.", callback=store_name)],
     run_id: JudgedRun = None,
     dataset: JudgedDatasets = None,
     iterations: JudgedIterations = None,
@@ -208,12 +212,13 @@ def rescore_rollouts(
 
     The verdicts are new versions of a dataset, which training reads as any other. The same command resumes.
     """
-    from roundhouse.replay import rescore
-    from roundhouse.replay.verdicts import collections_of, judging_config
+    from roundhouse.replays import rescore
+    from roundhouse.replays.verdicts import collections_of, judging_config
 
     source, span = _judged(run_id, dataset, iterations)
-    for reference in collections_of(store, source, span)[:1]:
-        accept_code(judging_config(store, reference, overrides or []), overrides, trust_store)
+    configs = [judging_config(store, each, overrides or []) for each in collections_of(store, source, span)]
+    for config in {config.run_id: config for config in configs}.values():
+        accept_code(config, overrides, trust_store, "environment")
 
     diff = rescore(
         store,
@@ -248,21 +253,24 @@ def bisect_run(
     as_json: JsonOption = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Which iteration made a metric fall, and which of rows, reward code, configuration, weights, engine or code did it.
+    """Find the iteration that made a metric fall, and the cause: rows, reward code, configuration, weights, engine or
+    code.
 
-    Found by replaying the iteration with one thing put right at a time; --set names a configuration that is held to be right.
-    Exits with 1 where the metric fell.
+    It replays the iteration with one correction at a time; --set names a configuration that is assumed correct. Exits
+    with 1 if the metric fell.
     """
     from roundhouse.infra.services import services_of
-    from roundhouse.replay.bisect import bisect
-    from roundhouse.replay.narrowing import NARROWING_BUDGET
-    from roundhouse.replay.stages import substituted_config
+    from roundhouse.replays.bisect import bisect, right_run
+    from roundhouse.replays.narrowing import NARROWING_BUDGET
+    from roundhouse.replays.stages import substituted_config
     from roundhouse.store.run import load_run
 
-    config = substituted_config(load_run(store, run_id).config, overrides or [])
-    accept_code(config, overrides, trust_store)
+    run = load_run(store, run_id)
+    config = substituted_config(run.config, overrides or [])
+    for each in (config, right_run(run, against).config):
+        accept_code(each, overrides, trust_store)
     with services_of(config) if evaluate else nullcontext():
-        found = bisect(
+        bisection = bisect(
             store,
             run_id,
             metric,
@@ -273,8 +281,8 @@ def bisect_run(
             budget=NARROWING_BUDGET if budget is None else budget,
             say=progress,
         )
-    out_json(found.as_json()) if as_json else _show_bisection(found)
-    if found.fall is not None:
+    out_json(bisection.as_json()) if as_json else _show_bisection(bisection)
+    if bisection.fall is not None:
         raise typer.Exit(DIFFERS)
 
 
@@ -298,6 +306,15 @@ def _show_bisection(found: Bisection) -> None:
         terminal.print(Text(note, style="yellow"))
     if found.cause:
         terminal.print(Text(f"Cause: {found.cause}, iteration {found.iteration}. {found.detail}", style="bold"))
+    elif found.likely:
+        terminal.print(
+            Text(
+                f"Likely cause: {found.likely}, between versions {fall.good} and {fall.bad}. It was not measured: recorded "
+                f"rollouts say too little of the weights that it gives. To measure it: roundhouse bisect {found.run_id} "
+                f"--metric {found.metric} --evaluate",
+                style="bold",
+            )
+        )
     else:
         terminal.print(
             "No cause: nothing that could be put right gives back half of the fall. Name a configuration with --set."
@@ -312,21 +329,21 @@ def branch_turn(
     rollout: Annotated[list[str], typer.Option(help="Id of a stored rollout, such as train/7/0; may be repeated.")],
     iteration: Annotated[int, typer.Option(help="The iteration that collected them.", min=0)],
     turn: Annotated[int, typer.Option(help="The first turn that is made anew; 0 is the first reply.", min=0)],
-    name: Annotated[str, typer.Option(help="Dataset that gets the branches.")],
+    name: Annotated[str, typer.Option(help="Dataset that gets the branches.", callback=store_name)],
     version: Annotated[str, typer.Option(help="Policy version that goes on: newest, promoted or a number.")] = "newest",
     samples: Annotated[int, typer.Option(help="Branches of each rollout.", min=1)] = 4,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Let stored rollouts go on from one of their turns with any policy version.
+    """Continue stored rollouts from one of their turns with any policy version.
 
-    The environment is replayed up to that turn, and each of its answers compared with the recorded one. Branches are a dataset
-    to train from; only the new turns are generated, and only they are trained on.
+    The environment is replayed up to that turn, and each of its answers compared with the recorded one. Branches are a
+    dataset to train from; only the new turns are generated and trained on.
     """
     from roundhouse.infra.services import services_of
-    from roundhouse.replay.branches import branch, stored_rollouts
-    from roundhouse.stages.refit import engine_at
+    from roundhouse.replays.branches import branch, stored_rollouts
+    from roundhouse.stages.refit import engine_at, engine_released_after_use
     from roundhouse.store.run import load_run, no_such_version, version_named
 
     run = load_run(store, run_id)
@@ -335,24 +352,22 @@ def branch_turn(
     if (checkpoint := run.checkpoint(number).reference()) is None:
         raise no_such_version(run, number)
     stored_rollouts(run, iteration, rollout)
-    with services_of(run.config):
-        made = branch(run, iteration, rollout, turn, name, engine_at(run, number), checkpoint, samples)
+    with services_of(run.config), engine_released_after_use(run):
+        outcome = branch(run, iteration, rollout, turn, name, engine_at(run, number), checkpoint, samples)
     if as_json:
-        facts = {"rewards": made.rewards, "before": made.before, "reasons": made.reasons}
-        return out_json({"version": made.version.uri, "generated_tokens": made.generated_tokens} | facts)
-    for rollout_id, rewards in made.rewards.items():
+        facts = {"rewards": outcome.rewards, "before": outcome.before, "reasons": outcome.reasons}
+        return out_json({"version": outcome.version.uri, "generated_tokens": outcome.generated_tokens} | facts)
+    for rollout_id, rewards in outcome.rewards.items():
         mean = sum(rewards) / len(rewards) if rewards else None
         out(
-            f"{rollout_id}: {figure(made.before[rollout_id])} → {figure(mean)} over {len(rewards)} branches from turn {turn}"
+            f"{rollout_id}: {figure(outcome.before[rollout_id])} → {figure(mean)} over {len(rewards)} branches from turn {turn}"
         )
-    for reason, count in made.reasons.items():
+    for reason, count in outcome.reasons.items():
         out(f"failed: {count} {reason}")
-    return out(f"{made.generated_tokens} tokens generated; {made.version.uri}")
+    return out(f"{outcome.generated_tokens} tokens generated; {outcome.version.uri}")
 
 
-@env_app.callback()
-def _env() -> None:
-    """A group, though it has one command."""
+env_app.command("try")(env_try)
 
 
 @env_app.command("test")
@@ -370,19 +385,19 @@ def env_test(
     as_json: JsonOption = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Does the environment answer and judge recorded rollouts as it did? Exits with 1 where it does not.
+    """Test whether the environment still answers and judges recorded rollouts as it did. Exits with 1 if not.
 
-    With --mutants N, as many changed copies of its module are judged, too: those that no rollout of the corpus notices are
-    listed, and --min-score fails the test when they are too many.
+    With --mutants N, as many changed copies of its module are judged, too: those that no rollout of the corpus detects
+    are listed, and --min-score fails the test if they are too many.
     """
-    from roundhouse.replay.environment_tests import check_environment
-    from roundhouse.replay.verdicts import collections_of, judging_config
+    from roundhouse.replays.environment_tests import check_environment
+    from roundhouse.replays.verdicts import collections_of, judging_config
     from roundhouse.stages.collect import read_rollouts
 
     source, span = _judged(run_id, dataset, iterations)
     collections = collections_of(store, source, span)
     config = judging_config(store, collections[0], overrides or [])
-    accept_code(config, overrides, trust_store)
+    accept_code(config, overrides, trust_store, "environment")
     corpus: list[Any] = []
     for reference in collections:
         if len(corpus) < limit:
@@ -405,7 +420,7 @@ def env_test(
 def _judged(
     run_id: str | None, dataset: list[str] | None, iterations: str | None
 ) -> tuple[str | list[str], range | None]:
-    """What is judged: a run with a span of its iterations, or datasets."""
+    """Return the rollouts to judge: a run with a range of its iterations, or datasets."""
     from roundhouse.errors import ConfigError
 
     if (run_id is None) == (not dataset):
@@ -441,10 +456,10 @@ def _show(found: Comparison) -> None:
     for stage in found.stages:
         parts = [f"{name}: {each['changed']} of {each['before']} rows" for name, each in stage.rows.items()]
         parts += [f"weights ({', '.join(stage.weights)})"] if stage.weights else []
-        shown = sorted(stage.metrics)[:METRICS_SHOWN]
-        parts += [f"{name} {figure(stage.metrics[name][0])} → {figure(stage.metrics[name][1])}" for name in shown]
-        if len(stage.metrics) > len(shown):
-            parts.append(f"{len(stage.metrics) - len(shown)} more metrics")
+        metrics = sorted(stage.metrics)[:METRICS_SHOWN]
+        parts += [f"{name} {figure(stage.metrics[name][0])} → {figure(stage.metrics[name][1])}" for name in metrics]
+        if len(stage.metrics) > len(metrics):
+            parts.append(f"{len(stage.metrics) - len(metrics)} more metrics")
         for name, means in stage.distribution.items():
             distance = means["standard_errors"]
             apart = "neither varies" if distance is None else f"{distance:+.1f} standard errors"

@@ -1,8 +1,9 @@
-"""`roundhouse runs status | cost | doctor | lineage | compare`: what a store says of a run."""
+"""`roundhouse runs status | cost | doctor | lineage | compare`: reports about a run from its store."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roundhouse.health.heartbeat import Beat
-    from roundhouse.query.lineage import TrainedOn
+    from roundhouse.simulation.symptoms import Symptom
+    from roundhouse.sql.lineage import TrainedOn
+    from roundhouse.store.run import Run
 
 app = typer.Typer()
 
@@ -34,7 +37,7 @@ def runs_status(
     errors: Annotated[int, typer.Option(help="How many of the newest errors to show.", min=0)] = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """What a run's process is doing: work in flight with its age, health, the newest errors."""
+    """Show the activity of a run's process: work in flight with its age, health, the newest errors."""
     from roundhouse.errors import StoreError
     from roundhouse.health.heartbeat import read_beat
     from roundhouse.store.run import load_run
@@ -69,6 +72,8 @@ def show(beat: Beat, errors: int) -> None:
             what = " ".join(word for word in (oldest.about, oldest.where) if word)
             line += f"  oldest {what or '–'}: {oldest.seconds:.0f} s, silent for {oldest.silent_seconds:.0f} s"
         terminal.print(line, highlight=False, markup=False)
+    if beat.state(now) == "silent" and (note := beat.end_without_report()) is not None:
+        terminal.print(f"If it is gone: {note}", highlight=False, markup=False)
     for error in beat.errors[-errors:] if errors else []:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error.timestamp))
         said = f"{stamp}  {error.severity}  {error.module_name} ({error.work_context}): {error.message}"
@@ -93,7 +98,7 @@ WHY = {
     "interrupted": "attempts and programs killed, to their last sign of life",
     "driver": "the flow itself, checks of the engine, failed attempts",
 }
-"""What each cause means, as `roundhouse.stages.cost.bill_of` counts it."""
+"""Meaning of each cause of `roundhouse.stages.cost.bill_of`."""
 
 
 @app.command("cost")
@@ -103,41 +108,48 @@ def runs_cost(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """What a run used: each token and CPU second by its one cause, and its budget. Without a run, the bill of all of them."""
+    """Show the cost of a run: each token and CPU second by its one cause, and its budget. Without a run, the bill of
+    all of them."""
     from roundhouse.errors import ConfigError
-    from roundhouse.store.run import load_run, run_ids
+    from roundhouse.store.run import load_run, readable_runs
 
     if run_id is None:
-        runs = [load_run(store, each) for each in run_ids(store)]
-        return _show_bills([(run, run_cost(run)) for run in runs], by, as_json)
+        return _show_bills([(run, run_cost(run)) for run in readable_runs(store)], by, as_json)
     if by is not None:
         raise ConfigError(f"--by {by} sums over runs, but {run_id} is one. Leave one of the two out.")
-    found = run_cost(load_run(store, run_id))
+    bill = run_cost(load_run(store, run_id))
     if as_json:
-        return out_json(found)
+        return out_json(bill)
     from rich.markup import escape
 
     used = []
-    for name, total in found["totals"].items():
-        if total or name in found["budget"]:
-            limit = found["budget"].get(name)
+    for name, total in bill["totals"].items():
+        if total or name in bill["budget"]:
+            limit = bill["budget"].get(name)
             hours = f" ({_duration(total)})" if name.endswith("_hours") else ""
             used.append((name.replace("_", " "), f"{total:,.4g}{hours}", "" if limit is None else f"{limit:,.10g}"))
-    print_table(("used", "", "budget"), used)
-    print_bill(found["bill"], found["currency"])
-    for line in found["over_budget"]:
+    print_table(("counted by cost.budget", "", "limit"), used)
+    seconds = sum(bill["bill"]["cpu_seconds"].values())
+    out(
+        "It counts reported iterations, and CPU time in their stages. Below is the whole run with its start and its driver: "
+        f"{bill['wall_seconds']:,.0f} s, {seconds:,.1f} CPU s."
+    )
+    print_bill(bill["bill"], bill["currency"])
+    for line in bill["over_budget"]:
         console().print(f"[yellow]{escape(line)}[/]: the run waits for it to be raised")
     return None
 
 
 def print_bill(bill: dict[str, dict[str, float]], currency: str) -> None:
-    """A row a cause: tokens with their share, CPU seconds, money where there is a price."""
+    """Print a row per cause: tokens with their share, CPU seconds, money if a price is set."""
     priced, rows = [currency] if bill["money"] else [], []
     whole = sum(bill["tokens"].values()) or 1.0
     for cause in [cause for cause in WHY if cause in bill["tokens"] or cause in bill["cpu_seconds"]]:
         tokens, seconds = bill["tokens"].get(cause, 0.0), bill["cpu_seconds"].get(cause, 0.0)
         money = [f"{bill['money'].get(cause, 0.0):,.4g}"] if priced else []
         rows.append((f"{cause}: {WHY[cause]}", f"{tokens:,.0f}", f"{tokens / whole:.1%}", f"{seconds:,.1f}", *money))
+    sums = [math.fsum(bill[part].values()) for part in ("tokens", "cpu_seconds", "money")]
+    rows.append(("all", f"{sums[0]:,.0f}", "", f"{sums[1]:,.1f}", *([f"{sums[2]:,.4g}"] if priced else [])))
     print_table(("cause", "tokens", "share", "CPU s", *priced), rows)
     for model, tokens in bill["unpriced_judge_tokens"].items():
         out(f"{model}: {tokens:,.0f} tokens without a price (cost.prices.judges); no money is counted for them")
@@ -163,17 +175,17 @@ def _show_bills(bills: Sequence[tuple[Any, dict[str, Any]]], by: str | None, as_
 
 
 def _sum_of_bills(costs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Causes added up; without money where it is in several currencies, which have no sum."""
+    """Add up causes; without money if it is in several currencies."""
     total: dict[str, dict[str, float]] = {"tokens": {}, "cpu_seconds": {}, "money": {}, "unpriced_judge_tokens": {}}
-    for found in costs:
-        for part, causes in found["bill"].items():
+    for bill in costs:
+        for part, causes in bill["bill"].items():
             for cause, value in causes.items():
                 total[part][cause] = total[part].get(cause, 0.0) + value
-    return total if len({found["currency"] for found in costs}) <= 1 else total | {"money": {}}
+    return total if len({bill["currency"] for bill in costs}) <= 1 else total | {"money": {}}
 
 
 def _duration(hours: float) -> str:
-    """0.00728 hours say little: 26 s."""
+    """Format hours in a readable unit: 0.00728 hours are 26 s."""
     seconds = hours * 3600
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if hours < 2 else f"{hours:.0f} h"
 
@@ -181,6 +193,7 @@ def _duration(hours: float) -> str:
 def run_cost(run: Any) -> dict[str, Any]:
     """Totals over the reported iterations, wasted tokens by reason, the bill, the budget and what of it is used up."""
     from roundhouse.stages.cost import bill_of, budget_of, is_waste, over_budget, run_totals
+    from roundhouse.stages.report import wall_seconds
 
     latest = run.latest_checkpoint()
     version = run.first_version if latest is None else latest.policy_version
@@ -188,6 +201,7 @@ def run_cost(run: Any) -> dict[str, Any]:
     wasted = {name[len("waste/") : -len("_tokens")]: value for name, value in totals.items() if is_waste(name)}
     return {
         "run_id": run.run_id,
+        "wall_seconds": wall_seconds(run),
         "totals": {name: value for name, value in totals.items() if not is_waste(name)},
         "wasted_tokens": wasted,
         "bill": bill_of(run),
@@ -220,35 +234,55 @@ def runs_doctor(
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
-    shown = symptoms(run)
-    found, unknown = None, ""
+    run_symptoms = symptoms(run)
+    report, unknown = None, ""
     try:
-        found = diagnose(run, since)
+        report = diagnose(run, since)
     except StoreError as error:
         unknown = str(error)
     if as_json:
-        told = {"symptoms": [asdict(each) for each in shown], "unknown": unknown}
-        return out_json((found.as_json() if found else {}) | told)
-    for each in shown:
-        out(f"{each.symptom}: {each.evidence}\n   likely cause: {each.cause}\n   → {each.remedy}")
-    if not shown:
+        answer = {"symptoms": [asdict(each) for each in run_symptoms], "unknown": unknown}
+        return out_json((report.as_json() if report else {}) | answer)
+    for each in run_symptoms:
+        out(symptom_text(each))
+    if not run_symptoms:
         out("no symptoms")
-    if found is None:
+    if report is None:
         return out(unknown)
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])
-    rows = ((name, f"{seconds:.2f}", f"{seconds / found.seconds:.0%}") for name, seconds in parts)
+    parts = sorted(report.parts.items(), key=lambda part: -part[1])
+    rows = ((name, f"{seconds:.2f}", f"{seconds / report.seconds:.0%}") for name, seconds in parts)
     print_table(("part", "seconds", "share"), rows)
     out(
-        f"{found.binds} binds: {found.seconds:.2f} s an iteration over {found.iterations} ({found.simulated:.2f} simulated)"
+        f"{report.binds} binds: {report.seconds:.2f} s an iteration over {report.iterations} ({report.simulated:.2f} simulated)"
     )
     changes = (
         (each.change, f"{each.seconds:.2f} s", f"{each.gain:+.2f} s", f"± {each.error:.2f}", each.what)
-        for each in found.changes
+        for each in report.changes
     )
     print_table(("change", "iteration", "gain", "error", "what"), changes)
-    for note in found.notes:
+    for note in report.notes:
         out(note)
     return None
+
+
+def symptom_text(symptom: Symptom) -> str:
+    """A symptom in three lines."""
+    return f"{symptom.symptom}: {symptom.evidence}\n   likely cause: {symptom.cause}\n   → {symptom.remedy}"
+
+
+def print_symptoms(run: Run) -> None:
+    """Print the symptoms of a run's newest iterations, if it has any."""
+    from roundhouse.errors import RoundhouseError
+    from roundhouse.simulation.symptoms import symptoms
+
+    try:
+        present = symptoms(run)
+    except RoundhouseError:  # it has collected nothing
+        return
+    if present:
+        console().print(f"\n[bold]Symptoms[/] (roundhouse runs doctor {run.run_id})", highlight=False)
+    for each in present:
+        console().print(symptom_text(each), style="yellow", highlight=False, markup=False)
 
 
 ITERATIONS_SHOWN, SPARK_WIDTH = 16, 32
@@ -264,7 +298,8 @@ def lineage(
     as_json: JsonOption = False,
     limit: Annotated[int, typer.Option(help="Rows shown on a terminal; JSON has all.", min=1)] = 20,
 ) -> None:
-    """What a checkpoint was trained on: rows, prompts, policy versions, seeds, code. Or which checkpoints a row went into."""
+    """Show the training data of a checkpoint: rows, prompts, policy versions, seeds, code. Or the checkpoints trained
+    on a row."""
     if row is not None:
         if version is not None:
             raise typer.BadParameter("--row asks about all versions: leave VERSION out.")
@@ -273,10 +308,10 @@ def lineage(
         raise typer.BadParameter(
             "Name a run and a version (roundhouse runs lineage quickstart 12), or a row with --row."
         )
-    from roundhouse.query.lineage import trained_on
+    from roundhouse.sql.lineage import trained_on
 
-    found = trained_on(store, run_id, version)
-    return out_json(found.as_json()) if as_json else _show_trained_on(found, limit)
+    trained = trained_on(store, run_id, version)
+    return out_json(trained.as_json()) if as_json else _show_trained_on(trained, limit)
 
 
 @app.command("compare")
@@ -290,31 +325,31 @@ def compare(
     """Two runs side by side: what their configurations do not share, and their curves."""
     from rich.text import Text
 
-    from roundhouse.query.lineage import compare_runs
+    from roundhouse.sql.lineage import compare_runs
 
-    found = compare_runs(store, a, b, metrics)
+    comparison = compare_runs(store, a, b, metrics)
     if as_json:
-        return out_json(found.as_json())
+        return out_json(comparison.as_json())
     differences: list[Sequence[object]] = [
-        (key, *(json.dumps(value) for value in values)) for key, values in found.differences.items()
+        (key, *(json.dumps(value) for value in values)) for key, values in comparison.differences.items()
     ]
-    if found.code_versions[0] != found.code_versions[1]:
-        differences.append((Text("code", style="dim"), *found.code_versions))
+    if comparison.code_versions[0] != comparison.code_versions[1]:
+        differences.append((Text("code", style="dim"), *comparison.code_versions))
     if differences:
-        print_table(("key", found.a, found.b), differences, title="configuration")
+        print_table(("key", comparison.a, comparison.b), differences, title="configuration")
     else:
         out("The configurations are the same but for the run's name.")
     rows = []
-    for name, by_iteration in found.curves.items():
+    for name, by_iteration in comparison.curves.items():
         sides = [[pair[side] for pair in by_iteration.values()] for side in (0, 1)]
         given = [value for side in sides for value in side if value is not None]
         lasts = [next((value for value in reversed(side) if value is not None), None) for side in sides]
-        sparks = [_spark(side, min(given), max(given)) for side in sides]
+        sparks = [spark(side, min(given), max(given)) for side in sides]
         first, second = lasts
         difference = None if first is None or second is None else second - first
         curves = (Text(sparks[0], style="yellow"), figure(first), Text(sparks[1], style="cyan"), figure(second))
         rows.append((name, *curves, figure(difference, signed=True)))
-    columns = ("metric", found.a, "last", found.b, "last", "b − a")
+    columns = ("metric", comparison.a, "last", comparison.b, "last", "b − a")
     return print_table(columns, rows, right=("last", "b − a"), title="\ncurves")
 
 
@@ -322,8 +357,8 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     from rich.text import Text
 
     terminal = console()
-    kept = found.checkpoint or "deleted by retention; what it was made from is still here"
-    terminal.print(Text(f"{found.run_id}, version {found.version}", style="bold"), Text(kept, style="dim"))
+    place = found.checkpoint or "deleted by retention; what it was made from is still here"
+    terminal.print(Text(f"{found.run_id}, version {found.version}", style="bold"), Text(place, style="dim"))
     if found.version == 0:
         return terminal.print("The starting policy: no iteration stands behind it.")
     for segment in found.segments:
@@ -331,7 +366,7 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
             terminal.print(Text(segment.note, style="yellow"))
     iterations = found.iterations
     origins = {_origin(entry) for entry in iterations}
-    several = len(origins) > 1  # seldom; else it is said once, below
+    several = len(origins) > 1  # rare; otherwise it is printed once, below
     columns = ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]
     shown = _thinned(iterations, ITERATIONS_SHOWN)
     rows = (
@@ -384,13 +419,13 @@ def _origin(entry: dict[str, Any]) -> str:
 def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
     from rich.text import Text
 
-    from roundhouse.query.lineage import row_history
+    from roundhouse.sql.lineage import row_history
 
-    found = row_history(store, row, None if run_id is None else [run_id])
+    history = row_history(store, row, None if run_id is None else [run_id])
     if as_json:
-        return out_json({"row": row, "collected": found})
+        return out_json({"row": row, "collected": history})
     rows = []
-    for entry in found:
+    for entry in history:
         if entry["first_version"] is None:
             went_into = f"no version: {', '.join(entry['refused'])}" if entry["refused"] else "no version"
         else:
@@ -413,7 +448,7 @@ def _show_row(store: str, row: str, run_id: str | None, as_json: bool) -> None:
     return print_table(columns, rows, right=columns[1:6])
 
 
-def _spark(values: list[float | None], low: float, high: float) -> str:
+def spark(values: list[float | None], low: float, high: float) -> str:
     """A curve as blocks; both runs of a line share its scale."""
     marks = []
     for value in _thinned(values, SPARK_WIDTH):

@@ -1,11 +1,11 @@
-"""`roundhouse runs`: look at what a store holds, resume it, and decide about promotions and limits."""
+"""`roundhouse runs`: inspect a store's runs, resume them, and decide about promotions and limits."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,13 +25,13 @@ from roundhouse.cli.options import (
     out_json,
     print_table,
     state_of,
+    store_option,
 )
 from roundhouse.cli.prefect import at_prefect, find_prefect
-from roundhouse.cli.training import links, train_run
+from roundhouse.cli.training import close_ended_pages, links, mlflow_server, train_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from roundhouse.store.run import Run
 
@@ -39,7 +39,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at the runs of a store; fork,
 
 
 class Order(StrEnum):
-    """Of the runs in a list."""
+    """Order of the runs in a list."""
 
     age = "age"
     run = "run"
@@ -70,15 +70,23 @@ def runs_list(
     as_json: JsonOption = False,
 ) -> None:
     """All runs of a store, with what became of them."""
+    from roundhouse.api.runs import facts_of
     from roundhouse.errors import StoreError
     from roundhouse.store.location import Location
-    from roundhouse.store.run import load_run, run_ids
+    from roundhouse.store.run import readable_runs
 
-    if not (there := run_ids(store)):
+    if not (runs := readable_runs(store)):
         raise StoreError(f"No run is in {Location(store).uri}.")
-    found = sorted((_facts(load_run(store, run_id)) for run_id in there), key=_KEYS[sort])
+    found = sorted(map(facts_of, runs), key=_KEYS[sort])
     if as_json:
-        return out_json(found)
+        out_json(found)
+    else:
+        _print_runs(found)
+    ended = {facts["run_id"] for facts in found if facts["state"] in ("failed", "crashed", "stopped")}
+    return close_ended_pages([run for run in runs if run.run_id in ended], state_of(store, None))
+
+
+def _print_runs(found: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     rows = (
@@ -93,16 +101,17 @@ def runs_list(
         )
         for facts in found
     )
-    return print_table(("run", "state", "age", "environment", "iterations", "held-out before", "after"), rows)
+    return print_table(("run", "state", "age", "environment", "iter.", "held-out", "→ newest"), rows)
 
 
 @app.command("show")
 def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """One run: state, evaluations, seconds by stage, ledger, checkpoints."""
+    """One run: state, evaluations, seconds by stage, ledger, checkpoints, and the directory of its model."""
+    from roundhouse.api.runs import facts_of
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
-    facts = _facts(run)
+    facts = facts_of(run)
     if as_json:
         return out_json(facts)
     from roundhouse.console import print_summary
@@ -112,7 +121,29 @@ def runs_show(run_id: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOpti
         f"{run_id}: {facts['state']}, begun {age} ago, {facts['iterations']} of {facts['iterations_wanted']} iterations"
     )
     checkpoints = {"checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none"}
-    return print_summary(console(), facts, links(run) | checkpoints, [])
+    print_summary(console(), facts, links(run) | checkpoints, [])
+    return _print_course(run, facts)
+
+
+def _print_course(run: Run, facts: dict[str, Any]) -> None:
+    """Print the curve of a run, its evaluations, and the error that it ended with."""
+    from roundhouse.cli.reports import spark
+    from roundhouse.console import mean_text
+    from roundhouse.health.errors import Severity
+    from roundhouse.health.heartbeat import read_beat
+
+    rewards = [reward for reward in facts["reward_by_iteration"] if reward is not None]
+    if rewards:
+        curve = spark(facts["reward_by_iteration"], min(rewards), max(rewards))
+        out(f"reward        {curve}  {rewards[0]:.3f} → {rewards[-1]:.3f}, at most {max(rewards):.3f}")
+    if len(facts["evaluation"]["all"]) > 1:
+        rows = ((each["version"], mean_text(each), f"{each['tasks'] or 0:.0f}") for each in facts["evaluation"]["all"])
+        print_table(("version", "held-out reward", "tasks"), rows, right=("version", "tasks"))
+    beat = None if facts["state"] == "finished" else read_beat(run.location)
+    errors = [] if beat is None else [each for each in beat.errors if each.severity.rank >= Severity.ERROR.rank]
+    if errors:
+        newest = errors[-1]
+        out(f"last error    {newest.module_name}, {newest.work_context}: {newest.message}")
 
 
 @app.command("delete")
@@ -120,17 +151,19 @@ def runs_delete(
     run_id: str,
     store: StoreOption = DEFAULT_STORE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    trust_store: TrustStore = False,
 ) -> None:
     """Delete a run: from the store (iterations, checkpoints, replays, record), and what MLflow and Prefect show of it.
 
     Not while a process drives it. Forks of it keep their own checkpoints, and datasets that were collected with it stay. A
     server that does not answer keeps its records; the command names it.
     """
-    from roundhouse.replay.stages import delete_replays_of
+    from roundhouse.replays.stages import delete_replays_of
     from roundhouse.stages.policy import delete_run
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
+    accept_code(run.config, None, trust_store, "tracking")
     if not yes:
         made = f"{len(run.checkpoint_versions())} checkpoints and its replays"
         typer.confirm(f"Delete run {run_id!r} with {made} in {run.location.uri}?", abort=True, err=True)
@@ -145,11 +178,8 @@ def runs_delete(
 
 def _deleted_from_mlflow(run: Run, state: Path) -> str:
     from roundhouse.config.secrets import masked_text
-    from roundhouse.infra import services
 
-    running = services.status(state / "services")
-    configured = run.config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    uri = configured or (running.mlflow_url if running.is_ready("mlflow") else None)
+    uri = run.config.tracking.uri or mlflow_server(state)
     if uri is None:
         return "not running; its records of the run stay. After `roundhouse up`, delete them in its page."
     from mlflow.exceptions import MlflowException
@@ -168,23 +198,13 @@ def _deleted_from_prefect(run_id: str, state: Path) -> str:
     import httpx
     from prefect.exceptions import PrefectHTTPStatusError
 
-    from flows.controls import delete
+    from roundhouse_flows.controls import delete
 
     try:
         count = delete(run_id)
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         return f"it refused ({error}); flow runs with the tag run:{run_id} stay. Delete them in its page."
     return f"{count} flow runs deleted" if count else "it has no flow runs of the run"
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    """The run's summary as it is now, its state, and the checkpoints that are there."""
-    from roundhouse.health.heartbeat import state_of as run_state
-    from roundhouse.stages.report import summarize
-
-    summary = summarize(run)
-    now = {"state": run_state(run), "created_at": run.created_at}
-    return summary | now | {"checkpoints": run.checkpoint_versions()}
 
 
 def _age(seconds: float) -> str:
@@ -209,15 +229,15 @@ def runs_resume(
     dry_run: DryRun = False,
     trust_store: TrustStore = False,
 ) -> None:
-    """Continue a run after its last complete stage, also one that failed.
+    """Continue a run after its last complete stage, even a failed one.
 
-    A paused, failed, crashed or cancelled flow run of a deployment continues there; else, and with --here or --set, the run
-    trains in this terminal. The configuration is the store's, with the changes of --set.
+    A paused, failed, crashed or cancelled flow run of a deployment continues there; otherwise, and with --here or
+    --set, the run trains in this terminal. The configuration is the store's, with the changes of --set.
     """
     if budget and not dry_run:
         raise_limits(store, run_id, budget, comment)
     if not (overrides or here or dry_run) and find_prefect(state_of(store, None)):
-        from flows.controls import resume
+        from roundhouse_flows.controls import resume
 
         if (flow_run := resume(run_id)) is not None:
             out(f"{run_id}: its flow run {flow_run} continues; to train in this terminal instead, add --here")
@@ -235,13 +255,14 @@ def runs_resume(
 
 
 @app.command("track")
-def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE) -> None:
-    """Write to MLflow what it lacks of a run: after it was away, or to another server (MLFLOW_TRACKING_URI)."""
+def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE, trust_store: TrustStore = False) -> None:
+    """Write a run's missing data to MLflow: after an outage, or to another server (MLFLOW_TRACKING_URI)."""
     from roundhouse.cli.training import track
     from roundhouse.errors import InfraError
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)
+    accept_code(run.config, None, trust_store, "tracking")
     if not run.config.tracking.in_mlflow:
         out(f"Run {run_id} is not in MLflow: tracking.enabled is false, or tracking.sinks does not name it.")
     elif track(run):
@@ -254,7 +275,7 @@ def runs_track(run_id: str, store: StoreOption = DEFAULT_STORE) -> None:
 def runs_pause(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
     """Let a run that a deployment started stop at the next border of a stage."""
     at_prefect(state_of(store, state))
-    from flows.controls import pause
+    from roundhouse_flows.controls import pause
 
     out(f"{run_id}: flow run {pause(run_id)} stops at the next border. Go on: roundhouse runs resume {run_id}")
 
@@ -263,7 +284,7 @@ def runs_pause(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateO
 def runs_cancel(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateOfStoreOption = None) -> None:
     """End all processes of a run that a deployment started; it stays resumable."""
     at_prefect(state_of(store, state))
-    from flows.controls import cancel
+    from roundhouse_flows.controls import cancel
 
     out(f"{run_id}: flow run {cancel(run_id)} is being cancelled. Continue: roundhouse runs resume {run_id}")
 
@@ -296,14 +317,33 @@ def runs_fork(
     if train:
         train_run(config, dry_run, hints=[])
     else:
-        named = "" if store == DEFAULT_STORE else f" --store {store}"
-        out(f"Train it: roundhouse runs resume {new}{named}")
+        out(f"Train it: roundhouse runs resume {new}{store_option(store)}")
+
+
+@app.command("export-model")
+def runs_export_model(
+    run_id: str,
+    version: Annotated[
+        str | None, typer.Argument(help="Policy version, newest or promoted; the newest when left out.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory that is to be made.")] = Path("model"),
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as trained when left out.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="The whole model, also of a run that trains an adapter (train.lora).")
+    ] = False,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Write a policy version as a Hugging Face directory with a model card, for transformers, vLLM or PEFT."""
+    from roundhouse.api.runs import open_run
+
+    checkpoint = open_run(run_id, store).checkpoint(version)
+    out(f"version {checkpoint.version} of {run_id}: {checkpoint.export(output, dtype, merge=merge)}")
 
 
 def _reward(evaluation: dict[str, Any] | None) -> str:
-    if evaluation is None or evaluation["reward_mean"] is None:
-        return "–"
-    return f"{evaluation['reward_mean']:.3f} ± {evaluation['reward_stderr']:.3f}"
+    from roundhouse.console import mean_text
+
+    return "–" if evaluation is None else mean_text(evaluation)
 
 
 def _rewards(facts: dict[str, Any]) -> list[float]:
@@ -320,6 +360,7 @@ def runs_approve(
     comment: Annotated[str, typer.Option(help="Why; kept with the answer.")] = "",
     store: StoreOption = DEFAULT_STORE,
     state: StateOfStoreOption = None,
+    trust_store: TrustStore = False,
 ) -> None:
     """Approve the promotion of a version, or refuse it. The first answer counts."""
     from roundhouse.stages.promotion import answer
@@ -337,16 +378,17 @@ def runs_approve(
         if not rows:
             return out(f"No version of {run.run_id} waits for approval.")
         return print_table(("version", "why", "until", "then"), rows)
-    given = answer(run, version, not refuse, comment)
+    accept_code(run.config, None, trust_store, "tracking")
+    decision = answer(run, version, not refuse, comment)
     if find_prefect(state_of(store, state)):
-        from flows.approval import carry_out
+        from roundhouse_flows.approval import carry_out
 
-        carry_out(run, version, given)
+        carry_out(run, version, decision)
     else:
         from roundhouse.tracking.mlflow import tell_mlflow
 
         tell_mlflow(run, version)
-    return out(f"{run_id}: version {version} was {given}")
+    return out(f"{run_id}: version {version} was {decision}")
 
 
 def raise_limits(store: str, run_id: str, wanted: Sequence[str], comment: str) -> None:

@@ -51,6 +51,11 @@ def up(
         f"To sign in to the Prefect page, open {started.prefect_sign_in_url}, or paste what this prints: {password}",
     ):
         terminal.print(line, highlight=False, soft_wrap=True, markup=False)
+    if (store := state / "store").is_dir():
+        from roundhouse.cli.training import close_ended_pages
+        from roundhouse.store.run import readable_runs
+
+        close_ended_pages(readable_runs(str(store)), state)
 
 
 @app.command()
@@ -79,7 +84,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What is missing or unreachable on this machine or cluster, and what to do about it."""
+    """Find missing or unreachable parts of this machine or cluster, with remedies."""
     if (device or gpus) and config is None:
         raise typer.BadParameter("--device plans a run's memory: name its configuration.")
     if gpus and not device:
@@ -96,8 +101,8 @@ def doctor(
         marks = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
         for finding in findings:
             remedy = f"\n       → {finding.remedy}" if finding.remedy else ""
-            said = escape(f"{finding.name}: {finding.detail}{remedy}")
-            console().print(f"{marks[finding.status]} {said}", highlight=False)
+            text = escape(f"{finding.name}: {finding.detail}{remedy}")
+            console().print(f"{marks[finding.status]} {text}", highlight=False)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 
@@ -179,7 +184,8 @@ def _train_machine(model: Path | None, section: dict[str, Any]) -> TrainConfig:
     if model is not None and machine.parallelism != TrainConfig().parallelism:
         from transformers import AutoConfig
 
+        from roundhouse.pretrained import load_pretrained
         from roundhouse.training.memory_plan import refuse_unfit_layout
 
-        refuse_unfit_layout(AutoConfig.from_pretrained(model), machine)
+        refuse_unfit_layout(load_pretrained(AutoConfig, model), machine)
     return machine

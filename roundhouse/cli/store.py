@@ -8,7 +8,6 @@ import csv
 import json
 import math
 import os
-import sys
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -34,24 +33,24 @@ def verify(
     from roundhouse.store.verification import verify as check
     from roundhouse.trajectories.records import ledger_faults
 
-    found = check(store, run_id, also=ledger_faults)
+    result = check(store, run_id, also=ledger_faults)
     if as_json:
-        out_json(asdict(found))
+        out_json(asdict(result))
     else:
         from rich.markup import escape
 
         terminal = console()
-        for problem in found.problems:
-            said = escape(f"{problem.uri}\n        {problem.what}\n      → {problem.remedy}")
-            terminal.print(f"[red]damaged[/] {said}", highlight=False)
-        for uri in found.unfinished:
+        for problem in result.problems:
+            text = escape(f"{problem.uri}\n        {problem.what}\n      → {problem.remedy}")
+            terminal.print(f"[red]damaged[/] {text}", highlight=False)
+        for uri in result.unfinished:
             terminal.print(f"[yellow]unfinished[/] {escape(uri)}", highlight=False)
         terminal.print(
-            f"{found.manifests} manifests, {found.files} files, {found.size / 2**20:.1f} MiB checked: "
-            f"{len(found.problems)} damaged, {len(found.unfinished)} unfinished",
+            f"{result.manifests} manifests, {result.files} files, {result.size / 2**20:.1f} MiB checked: "
+            f"{len(result.problems)} damaged, {len(result.unfinished)} unfinished",
             highlight=False,
         )
-    if found.problems:
+    if result.problems:
         raise typer.Exit(1)
 
 
@@ -64,15 +63,15 @@ def gc(
     """Find the files that no run needs."""
     from roundhouse.store import verification
 
-    found = verification.find_garbage(store)
+    garbage = verification.find_garbage(store)
     if delete:
-        verification.collect_garbage(store, found)
+        verification.collect_garbage(store, garbage)
     if as_json:
-        return out_json([asdict(item) for item in found])
-    for item in found:
+        return out_json([asdict(item) for item in garbage])
+    for item in garbage:
         out(f"{item.name}: {item.reason}")
-    done = "deleted" if delete else "found; delete them with --delete"
-    return console().print(f"{len(found)} files {done}", highlight=False)
+    state = "deleted" if delete else "found; delete them with --delete"
+    return console().print(f"{len(garbage)} files {state}", highlight=False)
 
 
 commands = typer.Typer()
@@ -81,7 +80,8 @@ commands = typer.Typer()
 @commands.command()
 def query(
     sql: Annotated[
-        str | None, typer.Argument(help='One SELECT: "SELECT environment, avg(reward) FROM rollouts GROUP BY 1"')
+        str | None,
+        typer.Argument(help="One SELECT, such as: SELECT iteration, count(*) FROM rollouts GROUP BY 1"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     runs: Annotated[list[str] | None, typer.Option("--run", help="Only this run; may be repeated.")] = None,
@@ -100,7 +100,7 @@ def query(
     """Ask the runs of a store in SQL (DuckDB): rollouts, turns, sequences, quarantine, columns, iterations, stages,
     checkpoints, runs. Read-only."""
     if tables:
-        from roundhouse.query.database import TABLES, schema_of
+        from roundhouse.sql.database import TABLES, schema_of
 
         schemas = {name: schema_of(name) for name in TABLES}
         if as_json:
@@ -119,7 +119,7 @@ def query(
     if as_json and as_csv:
         raise typer.BadParameter("--json and --csv exclude each other.")
     from roundhouse.cli.options import exit_code
-    from roundhouse.query.database import QueryTimeout, run_query
+    from roundhouse.sql.database import QueryTimeout, run_query
 
     try:
         answer = run_query(store, sql, runs=runs, unfinished=unfinished, timeout_seconds=timeout, memory_gib=memory)
@@ -130,13 +130,20 @@ def query(
     if as_json:
         out_json(_plain_rows(answer))
     elif as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer = csv.writer(_Stdout(), lineterminator="\n")
         writer.writerow(answer.schema.names)
         for row in _plain_rows(answer):
             writer.writerow("" if value is None else _cell(value, digits=None) for value in row.values())
     else:
         _show(answer, limit)
     return None
+
+
+class _Stdout:
+    """Lines of CSV go to stdout as every other output does."""
+
+    def write(self, line: str) -> None:
+        out(line)
 
 
 def _show(answer: pa.Table, limit: int) -> None:
@@ -197,7 +204,8 @@ def view(
         int, typer.Option(help="At most so many rollouts with their texts in an export.", min=1)
     ] = 2000,
 ) -> None:
-    """Look at what the policy did: rollouts, groups, conversations, tokens, quarantine. Read-only, on this machine only."""
+    """Inspect the policy's work: rollouts, groups, conversations, tokens, quarantine. Read-only, on this machine
+    only."""
     from roundhouse.view.catalog import Catalog, Scope
 
     terminal = console()
@@ -216,7 +224,7 @@ def view(
         return
     catalog = Catalog(store)
     if run_id is not None and iteration is not None:
-        catalog.stages(scope)  # or there is no such run or iteration
+        catalog.stages(scope)  # or the run or iteration does not exist
     elif run_id is not None:
         catalog.iterations(run_id)
     from urllib.parse import urlencode

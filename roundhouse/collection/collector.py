@@ -1,17 +1,18 @@
-"""What a stage that collects in this process writes meanwhile, and its metrics.
+"""Files of a stage that collects in this process, and the stage's metrics.
 
-Invariant: `commit` makes exactly the rollouts that were kept or added the stage's datasets, once each, also after writes that
-failed: what could not be written is held and written the next time.
+Invariant: `commit` publishes exactly the kept and added rollouts as the stage's datasets, once each, also after failed
+writes: rows that could not be written are kept in memory and written the next time.
 
     rollouts-a0002-00003.parquet, turns-…    finished rollouts with their turns; the manifest names those of the last attempt
     journal-a0002-00001.parquet              finished model calls of unfinished rollouts; in no manifest, deleted after it
     rollouts-a0002-s0001of0004-01-00003…     the same of shard 1 of 4 (`roundhouse.collection.shards`), journal-… too
 
-A rollout in the store has its turns there, since they are written first; what happened longer than `FLUSH_SECONDS` ago is in
-the store; a part that is damaged, or not listed yet, is left out, and what it held is made anew under the same seeds.
+Turns are written before rollouts, so a stored rollout has its turns. Everything older than `FLUSH_SECONDS` is stored. A
+damaged or unlisted part is skipped, and its rollouts are made again with the same seeds.
 
-Denominators of the metrics: `reward/*` over rewarded rollouts (failed ones have none); `rollout/*` over rollouts that made at
-least one model call; rates over all requested ones.
+Denominators of the metrics: `reward/*` and `environment/*` count completed and truncated rollouts (failed ones have no
+reward, masked ones do not count); `rollout/*` counts rollouts with at least one model call; rates count all requested
+rollouts.
 """
 
 from __future__ import annotations
@@ -33,13 +34,22 @@ import pyarrow.parquet as pq
 from roundhouse.collection.shards import Shard
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig
-from roundhouse.errors import StoreError, TooFewRollouts
+from roundhouse.errors import FailingRollouts, StoreError, TooFewRollouts
+from roundhouse.rollout.agents import METRICS_LEFT_OUT, MOST_NAMES
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.replay import JOURNAL, TurnJournal
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Attempt, FileEntry, Reference, Stage, read_part
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from roundhouse.trajectories.schemas import ROLLOUTS, TURNS, rollouts_from_tables, rollouts_table, turns_table
+from roundhouse.trajectories.schemas import (
+    ROLLOUTS,
+    TURNS,
+    RolloutTables,
+    recorded_rollout,
+    rollouts_from_tables,
+    tables_of,
+)
+from roundhouse.trajectories.uneven_failures import outcomes_of, uneven_failures
 
 Progress = Callable[[int, int], None]
 """Called with (finished, planned)."""
@@ -64,7 +74,8 @@ class Collected:
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Reward, lengths and outcome rates."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    counted = [rollout for rollout in rollouts if rollout.status.counted]
+    rewards = [rollout.reward for rollout in counted if rollout.reward is not None]
     started = [rollout for rollout in rollouts if rollout.turns]
     generated = [rollout.generated_tokens for rollout in started]
     total = [rollout.turns[-1].prompt_length + len(rollout.turns[-1].generation_token_ids) for rollout in started]
@@ -75,6 +86,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             "reward/std": deviation(rewards),
             "reward/min": min(rewards),
             "reward/max": max(rewards),
+            "reward/above_lowest": float(sum(reward > min(0.0, *rewards) for reward in rewards)),
         }
     if started:
         metrics |= {
@@ -95,16 +107,31 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if audited := [rollout.metrics["audit_agrees"] for rollout in rollouts if "audit_agrees" in rollout.metrics]:
         metrics |= {"audit/rollouts": float(len(audited)), "audit/refused": float(audited.count(0.0))}
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+    if failed:
+        metrics |= {
+            f"uneven_failures/{name}": chance for name, chance in uneven_failures(outcomes_of(rollouts)).items()
+        }
     kinds = Counter(f"failures/{rollout.failure_kind or 'unknown'}" for rollout in failed)
     codes = Counter(f"failures/code/{rollout.failure_code or 'unknown'}" for rollout in failed)
     metrics |= {name: float(count) for name, count in sorted((kinds + codes).items())}
+    return metrics | _reported_means(counted)
+
+
+def _reported_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the means of reward components and environment metrics, each over the rollouts that report it. Of more
+    than `MOST_NAMES` names, keep the most frequent. `rollout/metrics_left_out` counts the omitted values."""
     reported: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
-            reported.setdefault(f"environment/{name}", []).append(value)
+            if name != METRICS_LEFT_OUT:
+                reported.setdefault(f"environment/{name}", []).append(value)
         for name, value in rollout.reward_components.items():
             reported.setdefault(f"reward/{name}", []).append(value)
-    return metrics | {name: mean(values) for name, values in sorted(reported.items())}
+    names = sorted(reported, key=lambda name: (-len(reported[name]), name))
+    left_out = math.fsum(rollout.metrics.get(METRICS_LEFT_OUT, 0.0) for rollout in rollouts)
+    left_out += sum(len(reported[name]) for name in names[MOST_NAMES:])
+    means = {name: mean(reported[name]) for name in sorted(names[:MOST_NAMES])}
+    return means | ({"rollout/metrics_left_out": left_out} if left_out else {})
 
 
 def metrics_by_environment(config: RunConfig, rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
@@ -121,30 +148,42 @@ def metrics_by_environment(config: RunConfig, rollouts: Sequence[Rollout], prefi
 
 
 def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    """Mean of finite numbers of any size."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation; 0 for a single value."""
+    """Sample standard deviation; 0 for a single value. Squares of large numbers do not overflow (`math.hypot` scales them)."""
     if len(values) < 2:
         return 0.0
     center = mean(values)
-    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
+    return math.hypot(*(value - center for value in values)) / math.sqrt(len(values) - 1)
 
 
 def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, engine_url: str) -> None:
     """
     Raises:
-        TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed.
+        TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed; another attempt may succeed.
+        FailingRollouts: the same, and all of them failed by their data: another attempt fails in the same way.
     """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) <= config.max_failed_fraction * len(rollouts):
         return
     first = failed[0]
-    raise TooFewRollouts(
+    many = (
         f"{len(failed)} of {len(rollouts)} rollouts failed, more than rollout.max_failed_fraction="
-        f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail} (engine: {engine_url}). "
-        "What finished is kept; the next attempt generates only the rest."
+        f"{config.max_failed_fraction} allows. The first: {first.failure_code}: {first.failure_detail}"
+    )
+    if all(rollout.failure_kind is FailureKind.DATA for rollout in failed):
+        raise FailingRollouts(
+            f"{many}. All of them failed by their data, so that another attempt would fail in the same way: correct the cause, "
+            "then start the run again. What finished is kept; only the rest is generated."
+        )
+    raise TooFewRollouts(
+        f"{many} (engine: {engine_url}). What finished is kept; the next attempt generates only the rest."
     )
 
 
@@ -152,34 +191,41 @@ log = logging.getLogger(__name__)
 
 
 FLUSH_SECONDS = 5.0
-"""Finished rollouts and model calls wait at most this long in memory: what a crash can cost."""
+"""Longest time that finished rollouts and model calls wait in memory: the most that a crash can lose."""
 
 
 SHORTEST_SECONDS = 0.01
-"""Between two looks at what waits, however short the time above."""
+"""Shortest time between two checks of the waiting rows."""
 
 
 class Parts:
-    """Of the stage of `attempt`, which writes the next ones. Those of earlier attempts are read here, once."""
+    """Parts of a stage: earlier attempts' parts, read once, and new parts of `attempt`."""
 
     def __init__(
         self, attempt: Attempt, policy_version: int, oldest_version: int | None = None, shard: Shard | None = None
     ) -> None:
-        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on. With
-        `shard`, only its rollouts are looked for among earlier parts."""
+        """Open the parts of a stage.
+
+        Args:
+            policy_version: the collected version.
+            oldest_version: also accept calls of versions from this one on.
+            shard: read only this shard's rollouts from earlier parts.
+        """
         self.attempt = attempt
         self.policy_version = policy_version
         self.journal = TurnJournal(policy_version, oldest_version)
-        """Records the model calls of rollouts in flight, and knows those that earlier attempts finished."""
+        """Journal of model calls: records those of rollouts in flight, and holds finished calls of earlier attempts."""
         self._location = attempt.stage.location
         self._earlier: dict[str, Rollout] = {}
         self._journal_names: list[str] = []
         self._own_journal: list[str] = []
-        self._waiting: list[Rollout] = []
+        self._waiting: list[RolloutTables] = []
+        """Tables are made when a rollout finishes, so a rollout that no table can hold fails alone, and later only the
+        write can fail."""
         self._unwritten: list[tuple[str, pa.Table]] = []
         """Tables with their dataset, in the order in which they are to be written."""
         self._adding = threading.Lock()
-        """A further round is begun, and the stage committed, in another thread than that which adds and flushes."""
+        """Guards against a second thread: one begins rounds and commits, another adds and flushes."""
         self._flushed_at = time.monotonic()
         names = [name for name in self._location.names() if name.endswith(".parquet")]
         if shard is not None:
@@ -214,21 +260,25 @@ class Parts:
     def keep(self, specs: Sequence[RolloutSpec]) -> dict[str, Rollout]:
         """Take over those rollouts of `specs` that an earlier attempt finished; by id. Failed ones are to be tried again."""
         ids = [spec.rollout_id for spec in specs]
-        kept = {id: self._earlier.pop(id) for id in ids if id in self._earlier}
-        with self._adding:
-            self._waiting.extend(kept.values())
-        return kept
+        rollouts = {id: self._earlier.pop(id) for id in ids if id in self._earlier}
+        if rollouts:
+            tables = tables_of(list(rollouts.values()))
+            with self._adding:
+                self._waiting.append(tables)
+        return rollouts
 
-    def add(self, rollout: Rollout) -> None:
-        """A rollout has its outcome."""
+    def add(self, rollout: Rollout) -> Rollout:
+        """Take a rollout with its outcome; return it as it is recorded (`schemas.recorded_rollout`)."""
+        rollout, tables = recorded_rollout(rollout)
         self.journal.finished(rollout)
         with self._adding:
-            self._waiting.append(rollout)
+            self._waiting.append(tables)
         if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self.flush()
+        return rollout
 
     def flush(self) -> None:
-        """Write down what happened since the last time."""
+        """Write all rows that are not written yet."""
         with self._adding:
             self._write_rollouts()
             if (calls := self.journal.take()) is not None:
@@ -238,7 +288,8 @@ class Parts:
 
     def _write_rollouts(self) -> None:
         if self._waiting:
-            self._unwritten += [("turns", turns_table(self._waiting)), ("rollouts", rollouts_table(self._waiting))]
+            turns, rollouts = (pa.concat_tables(tables).combine_chunks() for tables in zip(*self._waiting, strict=True))
+            self._unwritten += [("turns", turns), ("rollouts", rollouts)]
             self._waiting = []
         self._write()
 
@@ -254,13 +305,13 @@ class Parts:
             del self._unwritten[0]
 
     def settle(self, rollouts: Sequence[Rollout]) -> list[FileEntry]:
-        """The files of all these rollouts, which are what this attempt was for: as one part, where there were several. Its own
-        journal goes with them, unless another attempt could use what it says."""
+        """Return the files of all rollouts of this attempt, merged into one part. Delete the attempt's journal unless
+        another attempt could use it."""
         written = self.attempt.files
         spent = [] if any(r.failure_kind is FailureKind.INFRA for r in rollouts) else self._own_journal
         if len(written) > len(("turns", "rollouts")):
             spent = [*spent, *(entry.path for entry in written)]
-            tables = (("turns", turns_table(rollouts)), ("rollouts", rollouts_table(rollouts)))
+            tables = zip(("turns", "rollouts"), tables_of(rollouts), strict=True)
             written = [self.attempt.write_table(dataset, table) for dataset, table in tables]
         self._delete(spent)
         return written
@@ -282,8 +333,9 @@ class Parts:
         metrics: dict[str, float],
         details: dict[str, Any],
     ) -> Reference:
-        """Make the stage complete; its details say how interrupted rollouts were resumed. Ends the journal's use."""
-        with self._adding:  # what a runner could not write down before it ended
+        """Complete the stage, with the counts of resumed rollouts in its details. The journal must not be used
+        afterwards."""
+        with self._adding:  # rows that a runner could not write before it ended
             self._write_rollouts()
         recorded = details | {"resumptions": self.journal.resumptions.details()}
         reference = self.attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=recorded)
@@ -311,19 +363,19 @@ def journal_parquet(calls: pa.Table) -> bytes:
 
 
 def written_rollouts(stage: Location) -> list[Rollout]:
-    """The rollouts in a collect stage's directory, complete or not; of one written twice, the one that did not fail, else the
-    newest. Turns are written before rollouts, so a rollout that is there has its turns."""
-    found: dict[str, Rollout] = {}
+    """Return the rollouts in a collect stage's directory, complete or not. Of duplicates, return the one that did not
+    fail, or the newest. Turns are written before rollouts, so each returned rollout has its turns."""
+    rollouts_by_id: dict[str, Rollout] = {}
     for name in sorted(name for name in stage.names() if name.startswith("rollouts-") and name.endswith(".parquet")):
         rollouts = read_part(stage, name, ROLLOUTS)
         turns = read_part(stage, "turns-" + name.removeprefix("rollouts-"), TURNS)
-        if rollouts is None or turns is None:  # damaged: what it held is rolled out again
+        if rollouts is None or turns is None:  # damaged: its rollouts are made again
             continue
         for rollout in rollouts_from_tables(rollouts, turns):
-            before = found.get(rollout.rollout_id)
+            before = rollouts_by_id.get(rollout.rollout_id)
             if before is None or before.status is Status.FAILED or rollout.status is not Status.FAILED:
-                found[rollout.rollout_id] = rollout
-    return sorted(found.values(), key=lambda rollout: (rollout.group_id, rollout.sample))
+                rollouts_by_id[rollout.rollout_id] = rollout
+    return sorted(rollouts_by_id.values(), key=lambda rollout: (rollout.group_id, rollout.sample))
 
 
 def by_id(stage: Stage) -> dict[str, Rollout]:

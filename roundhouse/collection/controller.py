@@ -1,27 +1,26 @@
-"""The weight-sync controller: which rollout may begin, which step trains on what, which replica gets which version.
+"""The weight-sync controller: decides which rollouts start, which groups a step trains on, and which replica gets which
+version.
 
-Invariants, in every mode and whatever fails:
-* no step trains on a rollout older than `asynchrony.staleness` (proof in `roundhouse.collection.pool`);
-* each rollout of the plan is trained at most once, and none is lost: it is trained, or on record as failed, or its iteration is
-  on record as skipped;
-* an iteration trains on exactly the groups that were decided when it began, never on those that were merely quick;
-* from every state some event leads on.
+Invariants, in every mode and after every failure:
+* no step trains on a rollout older than `asynchrony.staleness` (proof in docs/asynchrony.md);
+* each planned rollout is trained at most once, and none is lost: it is trained, recorded as failed, or its iteration is
+  recorded as skipped;
+* an iteration trains on exactly the groups that were chosen when it began, not on the fastest ones;
+* every state has an event that leads on.
 
-A pure state machine: no clock, network or disk. Events go in (`apply`), decisions are questions about the state that change
-nothing, so asking twice is harmless and a decision that a crash swallowed is simply given again.
+The controller is a pure state machine without clock, network or disk. `apply` takes events. Decisions are questions
+that do not change the state, so asking twice is harmless and a decision lost in a crash is made again.
 
     admission(replica) ──> Continue | Block        training() ──> Train | None
     transfer(replica)  ──> Transfer | None         validation() ──> Validate | None
 
-One model's controller; a run with several models has one each.
+A run with several models has one controller per model. Events are facts that a journal can keep; replaying them in
+order restores the state. An event about stored data (a finished rollout, a new version) is recorded after the data is
+stored.
 
-Events are what happens to a run, as facts that a journal can keep: in order they are everything that the controller's state
-is made of; a decision is never one. An event that reports a fact (a rollout finished, a version was made) is recorded after
-the fact is in the store.
-
-A rollout is named by its group's position in the plan, from 0, and its sample; iteration k's own groups are the positions
-(k - 1) * groups ... k * groups - 1, with as many times more for each if it may draw several rounds. Attempts count from 1, so
-that the late word of one that was given up is known as such.
+A rollout is named by its group's position in the plan, from 0, and its sample. Iteration k owns the positions (k - 1) *
+groups ... k * groups - 1, times the number of rounds it may draw. Attempts count from 1, so that stale events are
+recognised.
 """
 
 from __future__ import annotations
@@ -165,11 +164,11 @@ class ValidationEnded(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """The process that held the rollouts in memory died and is back.
+    """The process that held the rollouts in memory died and was restarted.
 
-    `version`: the newest complete checkpoint. `finished`: (position, sample, oldest version) of rollouts in the store that no
-    event told of. `replicas`: (name, version or None) of the replicas that are there now. `failed`: (position, sample) of
-    rollouts that are on record as failed for good.
+    `version`: the newest complete checkpoint. `finished`: (position, sample, oldest version) of stored rollouts without
+    an event. `replicas`: (name, version or None) of the present replicas. `failed`: (position, sample) of rollouts that
+    are recorded as failed permanently.
     """
 
     version: int
@@ -208,10 +207,10 @@ def event_to_json(event: Event) -> str:
 
 
 def event_from_json(line: str) -> Event:
-    """The event of a journal's line.
+    """Parse a journal line into an event.
 
     Raises:
-        DataError: it is none.
+        DataError: the line is not an event.
     """
     try:
         fields = json.loads(line)
@@ -231,7 +230,7 @@ class Hold(StrEnum):
     """Why a slot gets no rollout now."""
 
     WEIGHTS = "weights"
-    """What is next would be too old on this replica; newer weights are on their way."""
+    """The next rollout would be too old on this replica; newer weights are being transferred."""
     TRANSFER = "transfer"
     """The replica's weights are being exchanged."""
     BARRIER = "barrier"
@@ -264,7 +263,7 @@ class Block:
 
     @property
     def for_weights(self) -> bool:
-        """Whether the slot waits for weights or an evaluation, rather than for work."""
+        """Return whether the slot waits for weights or an evaluation rather than for work."""
         return self.reason not in (Hold.TRAINING, Hold.PLAN_ENDED)
 
 
@@ -296,7 +295,7 @@ Decision = Continue | Block | Train | Transfer | Validate
 
 @dataclass(slots=True)
 class ControlledReplica:
-    """An engine with weights of its own."""
+    """An engine that holds one version of the weights."""
 
     version: int | None = None
     """The version it has proved to hold; None: out of service."""
@@ -323,7 +322,7 @@ class Controller:
     # Decisions
 
     def admission(self, replica: str) -> Continue | Block:
-        """What a free slot of this replica does."""
+        """Decide what a free slot of this replica does."""
         place = self._replica(replica)
         if place.version is None:
             return Block(Hold.OUT_OF_SERVICE)
@@ -354,12 +353,12 @@ class Controller:
 
     def transfer(self, replica: str) -> Transfer | None:
         """The version that this replica is to be given now."""
-        place, wanted = self._replica(replica), self._wanted()
-        if place.incoming is not None or (place.version is not None and place.version >= wanted):
+        place, version = self._replica(replica), self._wanted()
+        if place.incoming is not None or (place.version is not None and place.version >= version):
             return None
         if place.version is not None and (self.evaluating is not None or (self.terms.drains and place.running)):
             return None
-        return Transfer(replica, wanted)
+        return Transfer(replica, version)
 
     def validation(self) -> Validate | None:
         """The version that can be evaluated now, on all replicas in service."""
@@ -367,8 +366,8 @@ class Controller:
         if due is None or self.evaluating is not None:
             return None
         serving = [place for place in self.replicas.values() if place.version is not None]
-        held = all(place.version == due and place.incoming is None for place in serving)
-        return Validate(due) if serving and held else None
+        is_loaded = all(place.version == due and place.incoming is None for place in serving)
+        return Validate(due) if serving and is_loaded else None
 
     def decisions(self) -> Iterator[Decision]:
         """All that can be done now, for a driver that is in no hurry."""
@@ -383,27 +382,27 @@ class Controller:
 
     @property
     def finished(self) -> bool:
-        """Whether the plan's last version is in the store."""
+        """Return whether the plan's last version is stored."""
         return self.version == self.terms.iterations
 
     def has_decided(self, position: int) -> bool:
-        """Whether a step was decided on for this group, or it was dropped: what becomes of it is settled."""
+        """Return whether this group's fate is settled: it was chosen for a step, or dropped."""
         return self.pool.has_left(position) or position in (self.batch or ())
 
     def ages(self, groups: Iterable[int]) -> list[int]:
         """Ages of the finished rollouts of these groups, if the next step trained on them."""
-        found = [self.pool.groups[position].versions.values() for position in groups]
-        return [self.version - version for versions in found for version in versions]
+        group_versions = [self.pool.groups[position].versions.values() for position in groups]
+        return [self.version - version for versions in group_versions for version in versions]
 
     # Events
 
     @singledispatchmethod
     def apply(self, event: Event) -> None:
-        """Take in what happened.
+        """Apply an event to the state.
 
         Raises:
-            DataError: it cannot have happened in this state: recorded twice, or of an attempt that was given up. The state
-                is as before.
+            DataError: the event is impossible in this state: a duplicate, or of an abandoned attempt. The state does
+                not change.
         """
         raise TypeError(f"{event!r} is not an event of the controller.")
 
@@ -544,7 +543,8 @@ class Controller:
     # Parts of decisions
 
     def _wanted(self) -> int:
-        """The version that replicas should hold: the newest, but none past one that is still to be evaluated."""
+        """Return the version that replicas should hold: the newest one, but not past a version that awaits
+        evaluation."""
         due = self.terms.due(self.evaluated, self.version)
         return self.version if due is None else due
 
@@ -563,7 +563,8 @@ class Controller:
         self.batch, self.in_training, self.version = None, False, self.version + 1
 
     def _joining(self, version: int | None) -> ControlledReplica:
-        """A new replica. One that serves what no replica is to hold yet is given other weights before it is used."""
+        """Add a new replica. If it serves a version that replicas must not hold yet, it gets other weights before
+        use."""
         return ControlledReplica(version if version is not None and version <= self._wanted() else None)
 
     def _left(self, key: Key, replica: str) -> None:

@@ -1,15 +1,17 @@
-"""The runner in this process: one event loop rolls out whatever the controller admits, for all open iterations at once.
+"""Runner in this process: one event loop plays all rollouts that the controller admits, for all open iterations.
 
-Invariant: those of `runner`; what finished is in the parts of its iteration before the journal says so.
+Invariant: as in `runner`; finished rollouts are in their iteration's parts before the journal records them.
 
-`Collector` collects with one policy version and waits for no training step: the loop of `runner` at staleness 0. Invariant:
-when its `collect` returns, each rollout that was asked for is in the store with its turns, and `commit` makes exactly these
-the stage's datasets, once each. When `collect` returns or raises, nothing of it is left at work, and what had finished is on
-disk.
+`Collector` collects with one policy version and does not wait for training steps: the loop of `runner` at staleness 0.
+Invariant:
+when `collect` returns, each requested rollout is stored with its turns, and `commit` publishes exactly these as the
+stage's datasets,
+once each. When `collect` returns or raises, all its work has stopped and finished rollouts are stored.
 
-    specs ── one iteration of a plan ──> controller, at staleness 0 ──> runner: in this process, or by shards ──> rollouts
+    specs ── one iteration of a plan ──> controller, at staleness 0 ──> runner: in this process, or by shards ──>
+    rollouts
 
-What earlier attempts at the stage finished is in the store, so that the controller needs no journal.
+The store holds everything that earlier attempts finished, so the controller needs no journal.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ from roundhouse.config.rollout import Asynchrony, InProcessCollection
 from roundhouse.errors import InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import PolicyClient
+from roundhouse.health.policy import code_of_type
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import EnvironmentClient, retry_delay
+from roundhouse.rollout.protocol import EnvironmentClient, EnvironmentRestarted, retry_delay
 from roundhouse.rollout.recording import run_branch
 from roundhouse.rollout.replay import RecordedCalls, TurnJournal
 from roundhouse.store.run import Run
@@ -60,25 +63,26 @@ from roundhouse.trajectories.records import FailureKind, Rollout, Status
 log = logging.getLogger(__name__)
 
 FLUSH_PATIENCE_SECONDS = 300.0
+RESTARTED = code_of_type(EnvironmentRestarted.__name__)
 
 
 @dataclass
 class OpenCollection:
-    """An iteration whose rollouts may begin."""
+    """An iteration whose rollouts may start."""
 
     iteration: int
     attempt: Parts
     context: contextvars.Context
-    """Of its stage, so that its rollouts are signs of life of this stage."""
+    """Context of the stage, so that its rollouts count as the stage's progress."""
     progress: Progress | None
     keys: tuple[Key, ...] = ()
-    """Of the rollouts of the rounds that have begun, in the plan's order."""
+    """Keys of the rollouts of all started rounds, in plan order."""
     collection: RolloutCollection = field(init=False)
-    """Of the newest of these rounds: those before it are complete."""
+    """Collection of the newest round; earlier rounds are complete."""
     rollouts: dict[Key, Rollout] = field(default_factory=dict)
     running: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
     spans: dict[Key, tuple[float, float]] = field(default_factory=dict)
-    """Begin and end of what finished in this attempt, of one clock."""
+    """Start and end of each rollout finished in this attempt, by one clock."""
 
     @property
     def planned(self) -> int:
@@ -119,16 +123,16 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
             while number < pool.rounds_of(iteration):  # fewer when a round turns out to have lost a rollout
                 number += 1
                 specs = dict(zip(self.plan.keys(iteration, number), self.plan.specs(iteration, number), strict=True))
-                kept = self._enter(opened, specs, [key for key in specs if pool.has_left(key[0]) or key in pool])
-                forget(dispatch, specs, kept)
+                earlier = self._enter(opened, specs, [key for key in specs if pool.has_left(key[0]) or key in pool])
+                forget(dispatch, specs, earlier)
             return self._register(opened)
 
     def _begin_round(self, opened: OpenCollection, number: int) -> None:
         iteration = opened.iteration
         specs = dict(zip(self.plan.keys(iteration, number), self.plan.specs(iteration, number), strict=True))
         with self._dispatch as dispatch:
-            kept = self._enter(opened, specs, specs)
-            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(kept, iteration - 1))))
+            earlier = self._enter(opened, specs, specs)
+            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(earlier, iteration - 1))))
 
     def _enter(
         self, opened: OpenCollection, specs: Mapping[Key, RolloutSpec], counted: Iterable[Key]
@@ -136,11 +140,11 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
         """Make the rollouts of a round the collection's; returns those of `counted` that earlier attempts finished."""
         parts = opened.attempt
         by_id = parts.keep([specs[key] for key in counted])
-        kept = {key: by_id[spec.rollout_id] for key, spec in specs.items() if spec.rollout_id in by_id}
+        earlier = {key: by_id[spec.rollout_id] for key, spec in specs.items() if spec.rollout_id in by_id}
         opened.keys += tuple(specs)
-        opened.rollouts |= kept
+        opened.rollouts |= earlier
         opened.collection = RolloutCollection.of(
-            [spec for key, spec in specs.items() if key not in kept],
+            [spec for key, spec in specs.items() if key not in earlier],
             self._policy,
             self._environment,
             self.config.rollout,
@@ -148,16 +152,16 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
             on_policy=self.on_policy,
             journal=parts.journal,
         )
-        return kept
+        return earlier
 
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
-        found = {}
+        complete = {}
         for position in positions:
             if (opened := self._open.get(self.plan.iteration_of(position))) is not None:
                 rollouts = [opened.rollouts.get(key) for key in self.plan.samples(position)]
                 if None not in rollouts:
-                    found[position] = [rollout for rollout in rollouts if rollout is not None]
-        return found
+                    complete[position] = [rollout for rollout in rollouts if rollout is not None]
+        return complete
 
     def window_seconds(self, positions: Collection[int]) -> float:
         spans = [span for opened in self._open.values() for key, span in opened.spans.items() if key[0] in positions]
@@ -234,42 +238,38 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
         slots = self.config.rollout.concurrency or math.inf
         while True:
             change = self._change
-            while self._running < slots and (begun := self._begin()) is not None:
-                given, opened = begun
-                key = (given.position, given.sample)
+            while self._running < slots and (admitted := self._begin()) is not None:
+                admission, opened = admitted
+                key = (admission.position, admission.sample)
                 self._running += 1
                 opened.running[key] = group.create_task(
-                    self._roll_out(given, opened), name=f"rollout {key}", context=opened.context.copy()
+                    self._roll_out(admission, opened), name=f"rollout {key}", context=opened.context.copy()
                 )
             await change.wait()
 
     def _begin(self) -> tuple[Continue, OpenCollection] | None:
         with self._dispatch as dispatch:
-            if (begun := self._admitted()) is not None:
-                given, _ = begun
-                dispatch.tell(happened.RolloutStarted(given.position, given.sample, given.attempt, ENGINE))
-        return begun
+            if (admitted := self._admitted()) is not None:
+                admission, _ = admitted
+                dispatch.tell(happened.RolloutStarted(admission.position, admission.sample, admission.attempt, ENGINE))
+        return admitted
 
     async def _roll_out(self, given: Continue, opened: OpenCollection) -> None:
         key = (given.position, given.sample)
         try:
             # A rollout that was admitted during a transfer begins on the new weights
-            while (held := self._dispatch.controller.replicas[ENGINE].version) is None or held < given.version:
+            while (version := self._dispatch.controller.replicas[ENGINE].version) is None or version < given.version:
                 change = self._change
-                if self._dispatch.controller.replicas[ENGINE].version == held:
+                if self._dispatch.controller.replicas[ENGINE].version == version:
                     await change.wait()
             began = time.monotonic()
             rollout = await opened.collection.roll_out(self.plan.spec(key), policy_version=given.version)
             opened.spans[key] = began, time.monotonic()
             with self._dispatch as dispatch:
                 if self._open.get(opened.iteration) is opened and dispatch.is_running(key, given.attempt):
-                    opened.attempt.add(rollout)
+                    rollout = opened.attempt.add(rollout)
                     opened.rollouts[key] = rollout
-                    announce(
-                        "rollout",
-                        tokens=rollout.generated_tokens,
-                        reward=rollout.reward,
-                    )
+                    announce("rollout", tokens=rollout.generated_tokens, reward=rollout.counted_reward)
                     if rollout.status is Status.FAILED:
                         self._dispatch.tell(
                             happened.RolloutFailed(*key, given.attempt, rollout.failure_code or "failed", final=True)
@@ -312,8 +312,12 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
 
 
 def begin_attempt(run: Run, stage: Stage, policy_version: int, oldest_version: int | None = None) -> CollectAttempt:
-    """A new attempt at a stage, by what `rollout.distribution` names. `policy_version` is the one that is collected; where
-    older ones may be too, those from `oldest_version` on."""
+    """Start an attempt at a stage in the way that `rollout.distribution` selects.
+
+    Args:
+        policy_version: the collected version.
+        oldest_version: also accept calls of versions from this one on.
+    """
     if isinstance(run.config.rollout.distribution, InProcessCollection):
         return Parts(run.begin(stage, policy_version=policy_version), policy_version, oldest_version)
     from roundhouse.collection.sharded_attempt import ShardedAttempt
@@ -333,7 +337,7 @@ def runner_of(
 
 
 def planned(specs: Sequence[RolloutSpec], version: int) -> PlannedRollouts:
-    """A plan whose one iteration, that trains from `version`, is these rollouts, each a group of its own."""
+    """Return a plan with one iteration, trained from `version`, in which each rollout is a group."""
     bound = StalenessBound(
         Asynchrony(),
         groups=len(specs),
@@ -346,10 +350,10 @@ def planned(specs: Sequence[RolloutSpec], version: int) -> PlannedRollouts:
 
 
 class Collector:
-    """Of one attempt at a stage; see the module's docstring."""
+    """Collector of one attempt at a stage; see the module's docstring."""
 
     def __init__(self, config: RunConfig, attempt: CollectAttempt, version: int) -> None:
-        """`version` is the one that the engine holds."""
+        """Create the collector for an engine that holds `version`."""
         self._config = config
         self._attempt = attempt
         self._version = version
@@ -364,16 +368,17 @@ class Collector:
         *,
         on_policy: bool = True,
     ) -> Collected:
-        """Collect what is missing of `specs`; again for another round. `on_policy` as for `RolloutCollection.of`.
+        """Collect the missing rollouts of `specs`. Call again for another round. See `RolloutCollection.of` for
+        `on_policy`.
 
         Raises:
             InfraError: a shard lost more workers than `rollout.distribution.restarts`.
-            StoreError: what finished cannot be written down.
+            StoreError: finished rollouts cannot be stored.
         """
         version, plan = self._version, planned(specs, self._version)
-        dispatch, there = Dispatch(Controller(plan.bound)), self._attempt.finished(specs)
+        dispatch, earlier = Dispatch(Controller(plan.bound)), self._attempt.finished(specs)
         keys = zip(plan.keys(version + 1), specs, strict=True)
-        finished = tuple((*key, version) for key, spec in keys if spec.rollout_id in there)
+        finished = tuple((*key, version) for key, spec in keys if spec.rollout_id in earlier)
         dispatch.tell(Restarted(version, finished, ((ENGINE, version),)))
         runner = runner_of(self._config, plan, dispatch, engine_url, sampling=sampling, on_policy=on_policy)
         try:
@@ -394,7 +399,7 @@ def open_collector(run: Run, stage: Stage, policy_version: int) -> Collector:
 
 
 def _end(runner: RolloutRunner[Any, Any], iteration: int) -> None:
-    """End a runner, which writes down what finished. To interrupt it again changes nothing."""
+    """End a runner, which stores finished rollouts. A second interruption has no effect."""
     deadline = time.monotonic() + END_SECONDS
     while True:
         try:
@@ -411,13 +416,12 @@ async def _run(spec: RolloutSpec, *arguments: Any, **options: Any) -> Rollout:
 
 
 class RolloutCollection:
-    """Rollouts that are made together: what one failure says about the others.
+    """Rollouts that are made together and share an outage detector and a retry budget.
 
-    It stops asking an engine or environment that is gone: an `Outage` opens only when `threshold` rollouts in a row, each
-    after all its attempts, failed for infrastructure. Any other outcome in between shows that something still works and starts
-    the count anew. Once open, it stays open. Without it a collection of 10,000 rollouts would try each of them three times
-    against a dead engine. A `RetryBudget` bounds the retries where not everything fails: where one rollout in three does, three
-    attempts each would hide it and cost a half more.
+    `Outage` opens when `threshold` rollouts in a row, each after all its attempts, failed for infrastructure; any other
+    outcome resets the count. An open outage stays open. Without it, a collection of 10,000 rollouts would try each
+    rollout three times against a dead engine. `RetryBudget` bounds retries during partial failures: if one rollout in
+    three fails, three attempts each would hide the failure and cost half as much again.
     """
 
     @classmethod
@@ -433,13 +437,13 @@ class RolloutCollection:
         policy_version: int | None = None,
         journal: TurnJournal | None = None,
     ) -> RolloutCollection:
-        """For `roll_out` of each of `specs`, in any order.
+        """Create the collection for `roll_out` of each of `specs`, in any order.
 
         Args:
-            on_policy: they are to be trained on; a row that asks for another sampling than `sampling` then fails.
-            policy_version: version that the engine holds, for agents whose answers do not have it.
-            journal: model calls that were finished before, and where those of each attempt are recorded; also an attempt that
-                follows on an infrastructure failure here resumes after them. Without one, each starts from its first call.
+            on_policy: the rollouts are trained on, so a row with sampling other than `sampling` fails.
+            policy_version: version that the engine holds, for agents that do not report one.
+            journal: finished model calls of earlier attempts, and the record of new ones. Retries after an
+                infrastructure failure resume after them. Without a journal, each attempt starts from its first call.
         """
         play = partial(
             _run,
@@ -492,6 +496,8 @@ class RolloutCollection:
         while True:
             recorded = None if self._recorded is None else self._recorded(spec)
             rollout = await self._play(spec, attempt=attempt, recorded=recorded, **given)
+            if rollout.failure_code == RESTARTED:
+                continue  # another rollout's code ended the process of both, and that rollout's attempts are counted
             if rollout.failure_kind is not FailureKind.INFRA or attempt >= retry.attempts or self._outage.open:
                 return rollout
             if not self._budget.take(time.monotonic()):
@@ -520,7 +526,7 @@ class RolloutCollection:
 
 
 SMALLEST_THRESHOLD = 4
-"""A few rollouts fail alone for reasons of their own, even when they run one at a time."""
+"""Smallest threshold: a few rollouts fail for unrelated reasons, even when they run one at a time."""
 
 
 class Outage:
@@ -554,7 +560,7 @@ class RetryBudget:
         self._first_at: float | None = None
 
     def take(self, now: float) -> bool:
-        """Whether there may be one more retry at this time, in seconds of any clock that does not run backwards."""
+        """Return whether one more retry is allowed at this time, in seconds of a monotonic clock."""
         first_at = now if self._first_at is None else self._first_at
         if self._left < 1 or (self._seconds is not None and now - first_at > self._seconds):
             return False

@@ -1,39 +1,21 @@
-"""The trajectory pool: between runners that finish rollouts at any time and a step that takes whole groups.
+"""The trajectory pool between runners, which finish rollouts at any time, and the step, which takes whole groups.
 
-Invariant: each rollout of the plan is in exactly one place: not begun (at or after `cursor`), to be repeated (`again`),
-running, or an outcome of its group; and an untrained group leaves only by being trained, whole, once.
+Invariant: each planned rollout is in exactly one place: not begun (at or after `cursor`), to be repeated (`again`),
+running, or an outcome of its group. An untrained group leaves only by being trained, whole and once.
 
     cursor = 5, group size 2:   0/0 0/1 1/0 1/1 2/0 | 2/1 3/0 …
                                 begun                 not begun
 
     begin ──> finish | fail | evict (rolled out again)      batch: the groups that the ready rule allows      train: they leave
 
-Under dynamic sampling an iteration's further rounds begin one by one, each when those before it are complete (`begin_round`);
-its rollouts then are among those to begin, before any of a later iteration. The iteration's groups are a batch when its
-rounds have ended. A round whose group loses an outcome is decided on again: later rounds have not begun then.
+Under dynamic sampling an iteration's further rounds begin one by one, each when the earlier ones are complete
+(`begin_round`), and before any rollout of a later iteration. The groups are a batch when the rounds have ended. If a
+group loses an outcome, its round is decided again, and later rounds are cancelled.
 
-Pure, part of the controller's state. The rollouts themselves are in the parts of the collect stages (`collection.collector`),
-which a pool that comes out of a crash is compared with (`collection.runner`).
-
-The numbers of the plan and of the bound (`StalenessBound`) are what pool and controller are held to. The bound by
-construction. Let P be the groups of an iteration, W the window and S the lag at the start. The rollouts of the group at
-position p may begin on version v when floor(p / P) - v <= S. Step k trains on P complete groups among the candidates: the
-untrained groups at positions below h + W, with h the oldest untrained one, or the P oldest where that is fewer. While the
-group at p is passed over, everything that has been trained lies below p + W and is not p itself, so k P <= p + W - 1; it is
-trained in step floor((p + W - 1) / P) + 1 at the latest, on version floor((p + W - 1) / P), and its age is at most
-
-    floor((p + W - 1) / P) - floor(p / P) + S  <=  S + ceil((W - 1) / P)  =  staleness.
-
-With W = 1 the candidates are the iteration's own P groups, and S is the whole bound; `k - 1` is then "train version + 1", and
-the rule of the start is the known one: block when train version + 1 - rollout version > threshold.
-
-    P = 4, W = 5, staleness 2: S = 2 - ceil(4 / 4) = 1. Groups begin at most a version early and are passed over at most once.
-
-With W > 1, S has to be at least 1: what could overtake belongs to the next iteration and begins a version early.
-
-With `rollout.dynamic_sampling` an iteration has P positions for each round that it may draw, drawn or not, and its step
-trains on what all of its rounds brought. W is 1 then, and the same rule of the start holds for every round: a position's
-iteration is floor(p / (P * rounds)), and the age of a rollout of any round is at most S.
+The pool is pure and part of the controller's state. The rollouts are in the collect stages' parts
+(`collection.collector`); `collection.runner` compares both after a crash. `StalenessBound` has the numbers of the plan
+and of the staleness bound, which docs/asynchrony.md proves: with P groups an iteration, window W and start lag S,
+staleness <= S + ceil((W - 1) / P).
 """
 
 from __future__ import annotations
@@ -58,16 +40,17 @@ class StalenessBound:
 
     asynchrony: Asynchrony
     groups: int
-    """Of an iteration."""
+    """Number of groups of an iteration."""
     group_size: int
     """Rollouts of a group."""
     iterations: int
     validate_every: int = 0
     """Versions between evaluations, version 0 first; 0 for none."""
     first_version: int = 0
-    """That the plan begins with: a fork's is its parent's. Everything before it counts as trained and evaluated."""
+    """First version of the plan; for a fork, its parent's version. Everything before it counts as trained and
+    evaluated."""
     evaluates_first: bool = True
-    """Whether `first_version` is evaluated by the plan, not before it begins."""
+    """Whether the plan evaluates `first_version`, rather than an evaluation before the plan."""
     rounds: int = 1
     """Rounds of `groups` groups that an iteration may draw (`rollout.dynamic_sampling.max_rounds`)."""
 
@@ -89,12 +72,12 @@ class StalenessBound:
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether a step may train on other groups than its iteration's own."""
+        """Return whether a step may train on groups of other iterations."""
         return self.asynchrony.window > 1
 
     @cached_property
     def positions(self) -> int:
-        """Of an iteration: the groups of all rounds that it may draw."""
+        """Number of positions of an iteration: the groups of all rounds that it may draw."""
         return self.groups * self.rounds
 
     @cached_property
@@ -104,17 +87,17 @@ class StalenessBound:
 
     @cached_property
     def barrier(self) -> bool:
-        """Whether all replicas have to hold the trained version before a rollout begins."""
+        """Return whether all replicas must hold the trained version before a rollout starts."""
         return self.asynchrony.staleness == 0
 
     @cached_property
     def starts_during_transfer(self) -> bool:
-        """Whether a rollout may begin, queued in the engine, while its replica's weights are exchanged."""
+        """Return whether a rollout may start, queued in the engine, during its replica's weight transfer."""
         return self.asynchrony.mode == "fully-async" and not self.barrier
 
     @cached_property
     def drains(self) -> bool:
-        """Whether a replica's rollouts end before its weights are exchanged."""
+        """Return whether a replica finishes its rollouts before its weights are replaced."""
         return self.asynchrony.refit == "drain" or self.barrier
 
     def iteration_of(self, position: int) -> int:
@@ -131,7 +114,7 @@ class StalenessBound:
         return range(first, first + self.groups)
 
     def may_begin(self, position: int, version: int) -> bool:
-        """Whether a rollout of this group may begin on this version."""
+        """Return whether a rollout of this group may start on this version."""
         return self.iteration_of(position) - 1 - version <= self.start_lag
 
     def due(self, evaluated: int, version: int) -> int | None:
@@ -173,15 +156,15 @@ class PlannedRollouts:
             yield from self.samples(position)
 
     def keyed(self, iteration: int, rollouts: Iterable[Rollout]) -> dict[Key, Rollout]:
-        """Rollouts of an iteration by their key; what is not of the plan is left out."""
-        left, found = {rollout.rollout_id: rollout for rollout in rollouts}, dict[Key, Rollout]()
+        """Return rollouts of an iteration by key; omit rollouts outside the plan."""
+        left, by_key = {rollout.rollout_id: rollout for rollout in rollouts}, dict[Key, Rollout]()
         for number in range(1, self.bound.rounds + 1):
             if not left:
                 break
             for key, spec in zip(self.keys(iteration, number), self.specs(iteration, number), strict=True):
                 if (rollout := left.pop(spec.rollout_id, None)) is not None:
-                    found[key] = rollout
-        return found
+                    by_key[key] = rollout
+        return by_key
 
 
 @dataclass(slots=True)
@@ -189,7 +172,7 @@ class Group:
     """A group of which a rollout has begun."""
 
     versions: dict[int, int] = field(default_factory=dict)
-    """Of each finished sample, the oldest version of its tokens."""
+    """Oldest version among the tokens of each finished sample."""
     failed: set[int] = field(default_factory=set)
     """Samples that failed for good."""
 
@@ -214,14 +197,14 @@ class GroupPool:
         self.cursor = terms.first_version * terms.positions * terms.group_size
         """The first rollout of a first round that has not begun."""
         self.again: list[Key] = []
-        """A heap: what is to be begun again, or in a further round, oldest group first."""
+        """Heap of rollouts to repeat, or of a further round; oldest group first."""
         self.attempts: dict[Key, int] = {}
         """Attempts begun, of rollouts with more than one, until their group is trained."""
         self.running: dict[Key, RunningRollout] = {}
         self.groups: dict[int, Group] = {}
         """Begun and untrained, by position."""
         self.complete: set[int] = set()
-        """Positions of groups whose every rollout has an outcome."""
+        """Positions of groups in which every rollout has an outcome."""
         self.complete_of: dict[int, int] = {}
         """The same, counted by the iteration they belong to."""
         self.head = terms.first_version * terms.positions
@@ -231,14 +214,14 @@ class GroupPool:
         self.rounds: dict[int, int] = {}
         """Rounds begun, of untrained iterations with more than one."""
         self.ended: set[int] = set()
-        """Untrained iterations that draw no further round, where more than one may be drawn."""
+        """Untrained iterations whose rounds have ended, if several rounds are possible."""
 
     def __contains__(self, key: Key) -> bool:
-        """Whether this rollout is finished, and its group untrained."""
+        """Return whether this rollout is finished and its group untrained."""
         return key[0] in self.groups and key[1] in self.groups[key[0]].versions
 
     def next(self) -> Key | None:
-        """What begins next; None at the plan's end."""
+        """Return the next rollout to start; None at the end of the plan."""
         if self.again:
             return self.again[0]
         if self.cursor == self.terms.total * self.terms.group_size:
@@ -278,8 +261,11 @@ class GroupPool:
         return running
 
     def evict(self, key: Key) -> dict[Key, RunningRollout]:
-        """Forget what a rollout brought, or is bringing, and begin it again. Returns what does not run any more: it, or
-        rollouts of later rounds of its iteration, which have not begun then."""
+        """Discard a rollout's outcome or running attempt and schedule it again.
+
+        Returns:
+            The rollouts that stopped: this one, or rollouts of later rounds of its iteration, which are cancelled.
+        """
         if key in self.running:
             running = self.running.pop(key)
             self._repeat(key)
@@ -299,15 +285,15 @@ class GroupPool:
         self._repeat(key)
 
     def adopt(self, key: Key, version: int | None) -> None:
-        """Count a rollout as finished, or without a version as failed, that is in the store although no event told of it. One
-        of a round that has not begun counts when that begins."""
+        """Count a stored rollout without an event as finished, or without a version as failed. A rollout of a round
+        that has not begun counts when the round begins."""
         if self.terms.round_of(key[0]) > self.rounds_of(self.terms.iteration_of(key[0])):
             return
         index = key[0] * self.terms.group_size + key[1]
         while self.cursor <= index:
-            begun = divmod(self.cursor, self.terms.group_size)
-            self.groups.setdefault(begun[0], Group())
-            heapq.heappush(self.again, begun)
+            cursor = divmod(self.cursor, self.terms.group_size)
+            self.groups.setdefault(cursor[0], Group())
+            heapq.heappush(self.again, cursor)
             self._advance()
         group = self.groups.get(key[0])
         if key not in self.again or group is None:
@@ -321,11 +307,12 @@ class GroupPool:
         self._count(key[0])
 
     def rounds_of(self, iteration: int) -> int:
-        """How many rounds of an untrained iteration have begun, or may: the first needs no decision."""
+        """Return the number of started or startable rounds of an untrained iteration; the first round needs no
+        decision."""
         return self.rounds.get(iteration, 1)
 
     def awaits_round(self, iteration: int) -> bool:
-        """Whether every round that has begun is complete, and it is open whether there is another one."""
+        """Return whether all started rounds are complete and the decision about another one is open."""
         if self.terms.rounds == 1 or iteration in self.ended:
             return False
         return self.complete_of.get(iteration, 0) == self.terms.groups * self.rounds_of(iteration)
@@ -341,7 +328,7 @@ class GroupPool:
                 heapq.heappush(self.again, (position, sample))
 
     def end_rounds(self, iteration: int, rounds: int) -> None:
-        """There is no further round: the iteration's groups are complete."""
+        """End the rounds of an iteration: its groups are complete."""
         if not self.awaits_round(iteration) or rounds != self.rounds_of(iteration):
             raise DataError(f"Iteration {iteration} ended with round {rounds}, {self._rounds(iteration)}. {_TELL}")
         self.ended.add(iteration)
@@ -365,18 +352,18 @@ class GroupPool:
         self.ended = {iteration for iteration in self.ended if iteration >= first}
 
     def has_left(self, position: int) -> bool:
-        """Whether this group was trained on or dropped."""
+        """Return whether this group was trained on or dropped."""
         return position < self.head or position in self.trained_ahead
 
     def oldest(self) -> tuple[int, ...]:
         """The positions of the oldest untrained groups, as many as a step trains on, of all rounds that it may draw."""
-        found: list[int] = []
+        positions: list[int] = []
         position = self.head
-        while len(found) < self.terms.positions:
+        while len(positions) < self.terms.positions:
             if not self.has_left(position):
-                found.append(position)
+                positions.append(position)
             position += 1
-        return tuple(found)
+        return tuple(positions)
 
     def drop(self, positions: tuple[int, ...]) -> None:
         """These groups will not be trained on, whatever has become of them: the oldest ones, or complete ones."""
@@ -391,11 +378,11 @@ class GroupPool:
         self._leave(positions)
 
     def batch(self) -> tuple[int, ...] | None:
-        """The positions that the next step trains on; None while it is not ready.
+        """Return the positions that the next step trains on; None while the batch is not ready.
 
-        Candidates are the untrained groups in the window. `asynchrony.ready` is batch_size_reached: as
-        many of them as a step trains on are complete. loaded_batch_finished: so is every one that has begun, so that none is
-        passed over for being slow.
+        Candidates are the untrained groups in the window. With `asynchrony.ready: batch_size_reached`, a step's number
+        of them must be complete. With `loaded_batch_finished`, all started ones must be complete too, so that slow
+        groups are not passed over.
         """
         size, asynchrony = self.terms.groups, self.terms.asynchrony
         if len(self.complete) < size:

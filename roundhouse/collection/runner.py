@@ -1,19 +1,18 @@
-"""What rolls out a plan: the interface between those that collect and the two runners.
+"""Interface between the stages that collect and the two runners that play the rollouts of a plan.
 
-Invariants: a rollout begins only when the controller admits it and its iteration is open; its outcome is in the store before
-the controller's journal says that it finished; when the runner has ended, however it ended, nothing of it runs any more and
-what had finished is on disk.
+Invariants: a rollout starts only if the controller admits it and its iteration is open. Its outcome is stored before
+the controller's journal records it. After the runner has ended for any reason, all its work has stopped and finished
+rollouts are stored.
 
     open(1) ──┐                        ┌── rollouts of collect 1 ──> settle, commit
     open(2) ──┼── admission ── slots ──┼── rollouts of collect 2
               │   (oldest first)       └── …
 
-One thread admits. It begins rollouts itself (`InProcessRunner`) or gives whole shards to workers (`ShardRunner`).
+One thread admits rollouts: it starts them itself (`InProcessRunner`) or gives whole shards to workers (`ShardRunner`).
 
-The controller of a running run is shared by threads (`Dispatch`): events are applied and journalled, and waiting threads are
-woken. Events are written down in the order in which the controller took them in, also after writes that failed; `record`
-returns when every event before it is in the store; decisions are taken and recorded under one lock, so that no two loops act
-on the same one.
+`Dispatch` shares the controller between threads: it applies and journals events and wakes waiting threads. Events are
+written in the order of their application, also after failed writes. `record` returns when every earlier event is
+stored. Decisions are made and recorded under one lock, so that two threads never act on the same one.
 
     with dispatch:                                 from any thread
         answer = dispatch.controller.admission(…)
@@ -43,8 +42,8 @@ from roundhouse.store.stage import Reference
 from roundhouse.trajectories.records import Rollout, Status
 
 ENGINE = "engine"
-"""The one replica that the controller knows: the run's engine, which takes all of its weights at once and shares requests among
-its own replicas. It holds a version when all of these have said so."""
+"""Name of the controller's only replica: the run's engine, which replaces all its weights at once and shares requests
+among its replicas. It holds a version when all of them confirm it."""
 
 
 class EventJournal(Protocol):
@@ -60,7 +59,7 @@ class EventJournal(Protocol):
 
 
 class Dispatch:
-    """The controller, shared by threads. Without a journal, what the store holds of rollouts is all that a resumption needs."""
+    """The controller, shared by threads. Without a journal, the stored rollouts are enough to resume."""
 
     def __init__(self, controller: Controller, journal: EventJournal | None = None) -> None:
         self.controller = controller
@@ -69,7 +68,7 @@ class Dispatch:
         self._recording = threading.Lock()
         self._waiting: list[Event] = []
         self._unwritten: list[list[Event]] = []
-        """What is to be appended to the journal, the oldest first."""
+        """Events to append to the journal, oldest first."""
         self._listeners: list[Callable[[], None]] = []
 
     def __enter__(self) -> Dispatch:
@@ -105,7 +104,7 @@ class Dispatch:
         self._listeners.append(listener)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a change, at most so long. Called with the lock held, which is given up meanwhile."""
+        """Wait for a change, at most so long. The caller holds the lock, which is released during the wait."""
         self._changed.wait(seconds)
 
     def record(self, keep_state: bool = False) -> None:
@@ -130,35 +129,35 @@ class Dispatch:
 
     @property
     def segments(self) -> int:
-        """How often something was written down."""
+        """Number of journal writes."""
         return 0 if self._journal is None else self._journal.segments
 
     @property
     def is_journalled(self) -> bool:
-        """Whether another life of the controller knows what this one was told."""
+        """Return whether the controller's events are journalled for a later process."""
         return self._journal is not None
 
     def is_running(self, key: Key, attempt: int) -> bool:
-        """Whether this attempt was not given up."""
+        """Return whether this attempt is still wanted."""
         pool = self.controller.pool
         return key in pool.running and pool.attempt_of(key) == attempt
 
     @property
     def works_elsewhere(self) -> bool:
-        """Whether other work is under way that a rollout may have to wait for: a step, a transfer, an evaluation."""
+        """Return whether a step, a transfer or an evaluation is in progress that a rollout may have to wait for."""
         controller = self.controller
         incoming = any(place.incoming is not None for place in controller.replicas.values())
         return controller.in_training or controller.evaluating is not None or incoming
 
 
 def oldest_version(rollout: Rollout) -> int:
-    """Of its tokens."""
+    """Oldest version among its tokens."""
     return min(turn.policy_version for turn in rollout.turns)
 
 
 def finished_rollouts(keyed: Mapping[Key, Rollout], tokenless: int | None = None) -> list[tuple[int, int, int]]:
-    """Those that need not be made again, as events have them: (position, sample, oldest version). `tokenless` is the version of
-    those without turns; unset, they are made again."""
+    """Return finished rollouts as events name them: (position, sample, oldest version). `tokenless` is the version of
+    rollouts without turns; if unset, these are made again."""
     return [
         (*key, oldest_version(rollout) if rollout.turns or tokenless is None else tokenless)
         for key, rollout in keyed.items()
@@ -167,8 +166,7 @@ def finished_rollouts(keyed: Mapping[Key, Rollout], tokenless: int | None = None
 
 
 def forget(dispatch: Dispatch, keys: Iterable[Key], kept: Collection[Key]) -> None:
-    """Begin again those of these rollouts that have an outcome and are not among those that are kept. What a step was decided
-    on stays."""
+    """Schedule rollouts again that have an outcome and are not kept. Groups that were chosen for a step stay."""
     controller = dispatch.controller
     with dispatch:
         for position, sample in keys:
@@ -182,9 +180,9 @@ def forget(dispatch: Dispatch, keys: Iterable[Key], kept: Collection[Key]) -> No
 
 
 END_SECONDS = 60.0
-"""For the runner to cancel its rollouts, close their sessions, and write down what had finished."""
+"""Time for the runner to cancel its rollouts, close their sessions and store finished ones."""
 LOOK_SECONDS = 1.0
-"""How often a thread that waits checks whether the others are still there."""
+"""Interval at which a waiting thread checks that the other threads are alive."""
 
 
 class CollectAttempt(Protocol):
@@ -195,7 +193,7 @@ class CollectAttempt(Protocol):
         ...
 
     def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
-        """Those of `rollouts`, which it made, that are of these groups, with words and token IDs."""
+        """Return the runner's rollouts of these groups, with texts and token IDs."""
         ...
 
     def charge(self, cpu_seconds: float) -> None:
@@ -203,7 +201,7 @@ class CollectAttempt(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """How it went: interrupted rollouts, shards."""
+        """Return metrics about interrupted rollouts and shards."""
         ...
 
     def commit(
@@ -219,7 +217,7 @@ class CollectAttempt(Protocol):
 
 
 class OpenIteration(Protocol):
-    """An iteration whose rollouts may begin."""
+    """An iteration whose rollouts may start."""
 
     @property
     def attempt(self) -> CollectAttempt:
@@ -236,12 +234,12 @@ class OpenIteration(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether each of them has its outcome."""
+        """Return whether each rollout has its outcome."""
         ...
 
     @property
     def window_seconds(self) -> float:
-        """From the first begin to the last end of what was made in this attempt."""
+        """Seconds from the first start to the last end of this attempt's rollouts."""
         ...
 
     def made(self) -> list[Rollout]:
@@ -249,7 +247,7 @@ class OpenIteration(Protocol):
         ...
 
     def settle(self) -> list[Rollout]:
-        """What is to be committed, in the plan's order; called once, after the iteration was closed."""
+        """Return the rollouts to commit, in plan order. Called once, after the iteration is closed."""
         ...
 
 
@@ -277,7 +275,7 @@ class RolloutRunner(ABC, Generic[O, A]):
         self.on_policy = on_policy
         self.url = engine_url
         self.error: BaseException | None = None
-        """What ended the runner."""
+        """Exception that ended the runner."""
         self.ended = threading.Event()
         self.wanted: int | None = None
         """An iteration that is to be opened, because its first rollout may begin."""
@@ -285,17 +283,18 @@ class RolloutRunner(ABC, Generic[O, A]):
         self._open: dict[int, O] = {}
         self._stopped = threading.Event()
         self._ending_seconds = 0.0
-        """How long workers outside this process take to end."""
+        """Time that workers outside this process need to end."""
         self._began_cpu = self._cpu_seconds = self._spent_seconds = 0.0
         self._supervision: Supervision[None] | None = None
-        """Of the runner's thread, which does other work after it: environments may start programs that end with it."""
+        """Supervision of the runner's thread, which does other work afterwards: environments may start programs that
+        end with it."""
 
     def start(self) -> None:
         self._supervision = Supervision(self._carry_out)
         self._supervision.start()
 
     def stop(self) -> None:
-        """End the runner: rollouts are cancelled, what finished is written down.
+        """End the runner: cancel its rollouts and store finished ones.
 
         Raises:
             InfraError: it does not end.
@@ -309,19 +308,19 @@ class RolloutRunner(ABC, Generic[O, A]):
 
     @abstractmethod
     def open(self, iteration: int, attempt: A, progress: Progress | None = None) -> O:
-        """Let an iteration's rollouts begin, in an attempt at its stage; what earlier attempts finished is kept, as far as the
-        controller counts it.
+        """Let an iteration's rollouts start in an attempt at its stage. Keep finished rollouts of earlier attempts that
+        the controller counts.
 
         Raises:
-            InfraError: the runner has ended, or what its workers run on does not answer.
+            InfraError: the runner has ended, or its workers' service does not answer.
         """
 
     def begin_round(self, opened: O, number: int) -> None:
-        """Let the rollouts of a round begin (`rollout.dynamic_sampling`), when those before it are complete. Does nothing for
-        the first, or for one that had begun when the iteration was opened.
+        """Let the rollouts of a round start (`rollout.dynamic_sampling`) when the earlier rounds are complete. Do
+        nothing for the first round or a round that had begun when the iteration was opened.
 
         Raises:
-            InfraError: as of `open`.
+            InfraError: see `open`.
         """
         if number > self._dispatch.controller.pool.rounds_of(opened.iteration):
             self._begin_round(opened, number)
@@ -347,24 +346,25 @@ class RolloutRunner(ABC, Generic[O, A]):
                     whole = all(controller.has_decided(position) for position in self.plan.groups(opened.iteration))
                 else:
                     whole = opened.complete
-                if whole or self.ended.is_set():  # and has written down what had finished
+                if whole or self.ended.is_set():  # and has stored finished rollouts
                     break
                 waits_for_others = not self._stopped.is_set() and not self._is_at_work(opened)
                 dispatch.wait(LOOK_SECONDS)
             self._report_progress(opened)
             if waits_for_others:
-                # For a step, weights, older rollouts, each with a watchdog of its own; or for a person between two iterations.
-                # That nothing works at all is noticed by training, while it waits (`Overlap.collected`).
+                # The thread waits for a step, weights or older rollouts, which have separate watchdogs, or for a
+                # person between two iterations.
+                # Training notices a complete standstill while it waits (`Overlap.collected`).
                 ACTIVITY.advance()
         self._report_progress(opened)
         return whole
 
     @abstractmethod
     def close(self, iteration: int) -> None:
-        """Let no further rollout of an iteration begin; what runs is given up, to be begun again."""
+        """Start no further rollout of an iteration, and cancel the running ones to be scheduled again."""
 
     def outlines(self, positions: Collection[int]) -> list[Rollout]:
-        """What was made of these groups since the runner began; perhaps without its tokens."""
+        """Return this runner's rollouts of these groups, perhaps without tokens."""
         return [
             rollout
             for opened in self._open.values()
@@ -374,15 +374,15 @@ class RolloutRunner(ABC, Generic[O, A]):
 
     @abstractmethod
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
-        """Those of these groups whose rollouts are all in this process."""
+        """Return the groups whose rollouts are all in this process."""
 
     @abstractmethod
     def window_seconds(self, positions: Collection[int]) -> float:
-        """From the first begin to the last end of what was made of these groups since the runner began."""
+        """Seconds from the first start to the last end of this runner's rollouts of these groups."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write down what finished, then the controller's events.
+        """Store finished rollouts, then the controller's events.
 
         Raises:
             InfraError: the runner does not answer.
@@ -415,13 +415,13 @@ class RolloutRunner(ABC, Generic[O, A]):
     def _is_at_work(self, opened: O) -> bool: ...
 
     def _interrupt(self) -> None:
-        """Wake the runner's thread where it does not wait for the dispatch."""
+        """Wake the runner's thread if it waits for something other than the dispatch."""
 
     def _refuse_failed(self, opened: O) -> None:
         """Raise why this attempt cannot be completed."""
 
     def _report_progress(self, opened: O) -> None:
-        """Report how far it is, where nothing else does."""
+        """Report the progress unless something else does."""
 
     def _register(self, opened: O) -> O:
         """Its rollouts may begin."""
@@ -432,14 +432,14 @@ class RolloutRunner(ABC, Generic[O, A]):
         return opened
 
     def _admitted(self) -> tuple[Continue, O] | None:
-        """What may begin now, with the open iteration that it is of; where this is not open, `wanted` says that it is to be.
-        Called with the dispatch held."""
-        given = self._dispatch.controller.admission(ENGINE)
-        if not isinstance(given, Continue):
+        """Return the next admitted rollout with its open iteration. If the iteration is not open, `wanted` requests it.
+        The caller holds the dispatch."""
+        admission = self._dispatch.controller.admission(ENGINE)
+        if not isinstance(admission, Continue):
             return None
-        iteration = self.plan.iteration_of(given.position)
+        iteration = self.plan.iteration_of(admission.position)
         if (opened := self._open.get(iteration)) is not None:
-            return given, opened
+            return admission, opened
         if self.wanted != iteration:
             self.wanted = iteration
             self._dispatch.wake()

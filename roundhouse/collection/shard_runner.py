@@ -1,13 +1,13 @@
-"""The runner over shards (`rollout.distribution`): what the controller admits one by one, a worker is given at once.
+"""Runner over shards (`rollout.distribution`): a worker gets all rollouts of a shard at once.
 
-Invariants: a shard is whole groups of one iteration, next to each other in the plan, so that the controller admits what is
-missing of it in one go, on one version; it begins when its iteration's collection is open, and no more than
-`rollout.distribution.shards` are at work at once, whatever iterations they are of. What a worker made is in the store before
-the controller hears that it finished; when a worker has ended, none of its rollouts runs: each has its outcome, or is to begin
-again, on whatever version the engine holds then. When the runner has ended, no worker is left at work.
+Invariants: a shard is adjacent whole groups of one iteration, so the controller admits its missing rollouts together,
+on one version. It starts when its iteration is open; at most `rollout.distribution.shards` run at once over all
+iterations. A worker's rollouts are stored before the controller learns that they finished. When a worker has ended,
+each of its rollouts has an outcome or is scheduled again, on the engine's version at that time. When the runner has
+ended, no worker is running.
 
     open(1) ── s1 s2 s3 ──┐                        ┌── worker ── report ──> outcomes of s3 of collect 1
-    open(2) ── s1 s2 s3 ──┼── admission ── places ─┼── worker ── lost ──> its rollouts begin again, what it wrote is kept
+    open(2) ── s1 s2 s3 ──┼── admission ── places ─┼── worker ── lost ──> its rollouts begin again, stored ones are kept
                           │   (oldest first)       └── …
 """
 
@@ -57,7 +57,7 @@ class OpenShard:
     shard: Shard
     task: Program
     keys: tuple[Key, ...]
-    """Of its rollouts, in the plan's order."""
+    """Keys of its rollouts, in plan order."""
 
     @property
     def label(self) -> str:
@@ -69,21 +69,21 @@ class OpenShard:
         return self.keys[0]
 
     def holds(self, key: Key) -> bool:
-        """Whether a rollout of its iteration is in it: these lie next to each other."""
+        """Return whether a rollout of its iteration belongs to it; its rollouts are adjacent."""
         return self.keys[0] <= key <= self.keys[-1]
 
 
 @dataclass
 class OpenShards:
-    """An iteration whose shards may begin."""
+    """An iteration whose shards may start."""
 
     iteration: int
     attempt: ShardedAttempt
     context: contextvars.Context
-    """Of its stage, so that its workers are signs of life of this stage."""
+    """Context of the stage, so that its workers count as the stage's progress."""
     progress: Progress | None
     shards: list[OpenShard] = field(default_factory=list)
-    """Of the rounds that have begun, in the plan's order."""
+    """Shards of all started rounds, in plan order."""
     outcomes: dict[Key, ShardOutcome] = field(default_factory=dict)
     """By the place of the shard; complete when all have one."""
     launcher: Launcher | None = None
@@ -123,13 +123,13 @@ class OpenShards:
         return [each for each in self.shards if each.place not in self.outcomes]
 
     def launch(self, missing: Sequence[OpenShard]) -> None:
-        """Let go of the workers of earlier rounds, and open what starts those of these shards."""
+        """Release the workers of earlier rounds and open the launcher for these shards."""
         self.let_go()
         if missing:
             self.launcher = self.attempt.open_launcher([each.task for each in missing])
 
     def let_go(self) -> None:
-        """Let go of the workers, which have ended, and count what they cost."""
+        """Release the ended workers and count their cost."""
         if (launcher := self.launcher) is not None:
             self.launcher = None
             launcher.close()
@@ -149,7 +149,7 @@ class OpenShards:
         return [rollout for outcome in settled for rollout in outcome.rollouts]
 
     def report_progress(self) -> None:
-        """Report how far it is, where that is news."""
+        """Report the progress if it changed."""
         counted = {each.label for each in self.shards if each.place not in self.outcomes}
         at_work = sum(count for label, count in list(self.finished.items()) if label in counted)
         finished = at_work + sum(len(outcome.rollouts) for outcome in list(self.outcomes.values()))
@@ -196,18 +196,18 @@ class RunningShard:
                     dispatch.wake()
 
     def evict(self, reason: str) -> None:
-        """What still runs on its behalf is to begin again."""
+        """Schedule its running rollouts again."""
         with self.dispatch as dispatch:
             running = [key for key, attempt in self.attempts.items() if dispatch.is_running(key, attempt)]
             dispatch.tell(*(happened.RolloutEvicted(*key, reason) for key in running))
 
     def _is_held(self) -> bool:
-        """Wait for the weights that the shard is to begin on, where it was admitted while they were on their way; False when it
-        is not wanted any more."""
+        """Wait for the weights that the shard starts on, if it was admitted during their transfer. Return False if the
+        shard is not wanted any more."""
         with self.dispatch as dispatch:
             while not self.opened.stopped.is_set():
-                held = dispatch.controller.replicas[ENGINE].version
-                if held is not None and held >= self.version:
+                version = dispatch.controller.replicas[ENGINE].version
+                if version is not None and version >= self.version:
                     return True
                 ACTIVITY.advance()
                 dispatch.wait(LOOK_SECONDS)
@@ -263,36 +263,36 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
         return self._register(opened)
 
     def _begin_round(self, opened: OpenShards, number: int) -> None:
-        self._until_ended(opened)  # the threads of the round before, whose workers have ended
+        self._until_ended(opened)  # threads of the previous round, whose workers have ended
         shards, iteration = self._shards(opened, number), opened.iteration
         outcomes = self._whole(opened, shards, ())
         written = self.plan.keyed(iteration, by_id(opened.attempt.stage).values())
-        kept = {key: written[key] for key in self.plan.keys(iteration, number) if key in written}
+        earlier = {key: written[key] for key in self.plan.keys(iteration, number) if key in written}
         self._launch(opened, [each for each in shards if each.place not in outcomes])
         with self._dispatch as dispatch:
             opened.shards += shards
             opened.outcomes |= outcomes
-            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(kept, iteration - 1))))
+            dispatch.tell(happened.RoundStarted(iteration, number, tuple(finished_rollouts(earlier, iteration - 1))))
 
     def _enter(self, opened: OpenShards, number: int) -> None:
-        """Add the shards of a round that has begun; what was lost of it since that was recorded is to begin again."""
+        """Add the shards of a started round. Schedule rollouts again that were lost since they were recorded."""
         shards, iteration = self._shards(opened, number), opened.iteration
         with self._dispatch as dispatch:
             controller = dispatch.controller
             settled = {position for position in self.plan.groups(iteration, number) if controller.has_decided(position)}
             counted = {key for key in self.plan.keys(iteration, number) if key[0] in settled or key in controller.pool}
-        there = [each for each in shards if counted.issuperset(each.keys)]
-        opened.outcomes |= self._whole(opened, there, settled)
+        present = [each for each in shards if counted.issuperset(each.keys)]
+        opened.outcomes |= self._whole(opened, present, settled)
         opened.shards += shards
-        lost = {key for each in there if each.place not in opened.outcomes for key in each.keys}
+        lost = {key for each in present if each.place not in opened.outcomes for key in each.keys}
         forget(self._dispatch, self.plan.keys(iteration, number), counted - lost)
 
     def _shards(self, opened: OpenShards, number: int) -> list[OpenShard]:
-        """Those of a round."""
+        """Return the shards of a round."""
         concurrency, count = self.config.rollout.concurrency, self._distribution.shards
         shards = split(self.plan.specs(opened.iteration, number), count)
         limits: list[int | None] = [None] * len(shards)
-        if concurrency is not None:  # where shards of several iterations are at work at once, any may meet any
+        if concurrency is not None:  # shards of several iterations may run at once in any combination
             is_alone = self.plan.bound.start_lag == 0
             limits = [*shares(concurrency, len(shards))] if is_alone else [max(1, concurrency // count)] * len(shards)
         keys = self.plan.keys(opened.iteration, number)
@@ -312,7 +312,7 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
             self._ending_seconds = max(self._ending_seconds, opened.launcher.ending_seconds)
 
     def close(self, iteration: int) -> None:
-        """Let no further shard of an iteration begin, and end its workers; what they have not finished is to begin again."""
+        """Start no further shard of an iteration and end its workers. Unfinished rollouts are scheduled again."""
         with self._dispatch as dispatch:
             opened = self._open.pop(iteration, None)
             if opened is None:
@@ -337,7 +337,7 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
         )
 
     def flush(self) -> None:
-        """Write down the controller's events, whose results are in the store."""
+        """Write the controller's events, whose results are stored."""
         self._dispatch.record()
 
     def _is_at_work(self, opened: OpenShards) -> bool:
@@ -353,19 +353,19 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
     def _whole(
         self, opened: OpenShards, shards: Sequence[OpenShard], settled: Collection[int]
     ) -> dict[Key, ShardOutcome]:
-        """Shards that need no worker: their rollouts are in the store, or, where steps were decided on for all of the shard's
-        groups (`settled`), whatever of them is."""
-        found: dict[Key, ShardOutcome] = {}
+        """Return shards that need no worker: all rollouts are stored, or all groups were chosen for steps (`settled`),
+        in which case the stored rollouts suffice."""
+        outcomes: dict[Key, ShardOutcome] = {}
         written: dict[str, Rollout] | None = None
         for each in shards:
             is_settled = all(position in settled for position, _ in each.keys)
             outcome = opened.attempt.left_before(each.shard, each.task, is_settled)
-            if outcome is None and self._dispatch.is_journalled:  # else a worker sees what is there
+            if outcome is None and self._dispatch.is_journalled:  # otherwise a worker reads the stored rollouts
                 written = written or by_id(opened.attempt.stage)
                 outcome = opened.attempt.taken_over(each.shard, written, is_settled)
             if outcome is not None:
-                found[each.place] = outcome
-        return found
+                outcomes[each.place] = outcome
+        return outcomes
 
     def _of(self, opened: OpenShards | None) -> list[RunningShard]:
         return [work for work in self._at_work if opened is None or work.opened is opened]
@@ -395,12 +395,12 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
             recorded = time.monotonic()
             while not self._stopped.is_set():
                 with self._dispatch as dispatch:
-                    if (begun := self._begin()) is None:
+                    if (admitted := self._begin()) is None:
                         dispatch.wait(LOOK_SECONDS)
                     self._count_cpu()
-                if begun is not None:
-                    collect = partial(begun.opened.context.copy().run, begun.collect, self._at_work)
-                    name = f"shard {begun.shard.label} of iteration {begun.opened.iteration}"
+                if admitted is not None:
+                    collect = partial(admitted.opened.context.copy().run, admitted.collect, self._at_work)
+                    name = f"shard {admitted.shard.label} of iteration {admitted.opened.iteration}"
                     threading.Thread(target=collect, name=name, daemon=True).start()
                 if time.monotonic() - recorded >= collector.FLUSH_SECONDS:
                     self._dispatch.record()
@@ -423,18 +423,18 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
         controller = self._dispatch.controller
         if len(self._at_work) >= self._distribution.shards:
             return None
-        if (begun := self._admitted()) is None or begun[
+        if (admitted := self._admitted()) is None or admitted[
             1
         ].error is not None:  # of the latter, its stage is about to close it
             return None
-        first, opened = begun
+        first, opened = admitted
         version, shard = first.version, opened.of((first.position, first.sample))
         attempts: dict[Key, int] = {}
-        given: Continue | Block = first
-        while isinstance(given, Continue) and shard.holds(key := (given.position, given.sample)):
-            attempts[key] = given.attempt
-            self._dispatch.tell(happened.RolloutStarted(*key, given.attempt, ENGINE))
-            given = controller.admission(ENGINE)
+        admission: Continue | Block = first
+        while isinstance(admission, Continue) and shard.holds(key := (admission.position, admission.sample)):
+            attempts[key] = admission.attempt
+            self._dispatch.tell(happened.RolloutStarted(*key, admission.attempt, ENGINE))
+            admission = controller.admission(ENGINE)
         work = RunningShard(opened, shard, version, attempts, self._dispatch)
         self._at_work.add(work)
         return work

@@ -1,10 +1,10 @@
-"""The worker of one shard: `python -m roundhouse.collection.shard_worker --spec <URI of spec.json>`.
+"""Worker of one shard: `python -m roundhouse.collection.shard_worker --spec <URI of spec.json>`.
 
-Invariant: it depends on nothing but its spec, the engine and the environment that this names, and its environment variables,
-where secrets are. What it finished is in the store, even if it is killed; on SIGTERM it also stores a report.
-Its report is written last. The exit codes are those of `roundhouse.training.service.job_entry`.
+Invariant: it depends only on its spec, the engine and environment named there, and its environment variables, which
+hold secrets. Finished rollouts are stored even if it is killed; on SIGTERM it also stores a report. The report is
+written last. The exit codes are those of `roundhouse.training.service.job_entry`.
 
-A line for each second in which something changed reports its progress: `s0001of0004: 12 of 40 rollouts`.
+While rollouts finish, it prints one line per second: `s0001of0004: 12 of 40 rollouts`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def carry_out(path: str, say: Say) -> int:
-    """Collect the shard of the spec at `path`; the exit code. `say` is given the lines of its progress."""
+    """Collect the shard of the spec at `path` and return the exit code. `say` receives the progress lines."""
     place: str | None = None
     try:
         spec = read_spec(ShardSpec, path, "shard of a collection")
@@ -57,7 +57,7 @@ def carry_out(path: str, say: Say) -> int:
 
 
 def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
-    """Collect what is missing of a shard."""
+    """Collect the missing rollouts of a shard."""
     shard, version = spec.shard(), spec.provenance.policy_version
     stage = Stage(Location(spec.stage), kind=spec.kind, run_id=spec.config.run_id, iteration=spec.iteration)
     parts = Parts(stage.join(spec.provenance, spec.attempt, shard.label), version, spec.oldest_version, shard)
@@ -68,11 +68,11 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
         finished = count
 
     with _telling(lambda: say(f"{shard.label}: {finished} of {len(shard.specs)} rollouts")):
-        held = version if spec.began_on is None else spec.began_on
-        collected = Collector(spec.config, parts, held).collect(
+        began_on = version if spec.began_on is None else spec.began_on
+        collected = Collector(spec.config, parts, began_on).collect(
             shard.specs, spec.sampling, spec.engine_url, on_progress, on_policy=spec.on_policy
         )
-    # of this process since its start, and of those that it has waited for, such as sandboxes
+    # CPU of this process since its start, and of awaited children such as sandboxes
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return ShardReport(
         attempt=spec.attempt,
@@ -87,7 +87,7 @@ def collect_shard(spec: ShardSpec, say: Say) -> ShardReport:
 
 @contextmanager
 def _telling(tell: Callable[[], None]) -> Iterator[None]:
-    """Tell each second in which something in the block moved, and at its end."""
+    """Report progress every second during the block if it changed, and at the end."""
     ended = threading.Event()
     with ACTIVITY.track("collect", "shard") as token:
 
@@ -107,7 +107,7 @@ def _telling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _max_rss_mib() -> float:
-    """Of this process. Linux hands `ru_maxrss` on to a child, so what the parent had would count."""
+    """Return this process's peak memory. Linux passes `ru_maxrss` to a child, which would count the parent's memory."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

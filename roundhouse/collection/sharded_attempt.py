@@ -1,12 +1,11 @@
-"""An attempt at a collect stage that is made by shards: what their workers are given, and what they leave as one manifest.
+"""Attempt at a collect stage by shards: the workers' tasks, and their results as one manifest.
 
-Invariant: what is committed is each planned rollout once, from any worker. What a shard's report says is held against the
-plan and against the files that it names before it counts; a worker's CPU seconds are charged once, to the attempt that it
-worked for.
+Invariant: the commit contains each planned rollout once, from any worker. A shard's report is checked against the plan
+and against its files before it counts. A worker's CPU seconds are charged once, to its own attempt.
 
     shard ── task ──> worker ── report ──> outcome ── take ──┐
     shard ── left_before: its report of an earlier attempt ──┼── commit: one manifest
-    shard ── taken_over: only its rollouts are there ────────┘
+    shard ── taken_over: rollouts without a report ──────────┘
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ FIRST_PAUSE_SECONDS = 1.0
 """Before a lost worker is started again; twice as long each time after."""
 WORKER = "roundhouse.collection.shard_worker"
 _FLEETING = {"attempt", "provenance", "oldest_version", "began_on"}
-"""Of a spec, what a worker may differ in and still do the same; the oldest version follows from configuration and iteration."""
+"""Fields in which two specs may differ and still describe the same work; the oldest version follows from configuration
+and iteration."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,20 @@ class ShardOutcome:
 
     def details(self) -> dict[str, Any]:
         """For the manifest."""
-        shown = self.report.model_dump(include={"attempt", "seconds", "cpu_seconds", "max_rss_mib"})
-        return {"shard": self.label, **self.report.ledger.counts(), **shown}
+        report = self.report.model_dump(include={"attempt", "seconds", "cpu_seconds", "max_rss_mib"})
+        return {"shard": self.label, **self.report.ledger.counts(), **report}
 
 
 class ShardedAttempt:
     """See the module's docstring."""
 
     def __init__(self, run: Run, stage: Stage, policy_version: int, oldest_version: int | None = None) -> None:
-        """`policy_version` is the one that is collected; where older ones may be too, those from `oldest_version` on."""
+        """Open the attempt.
+
+        Args:
+            policy_version: the collected version.
+            oldest_version: also accept calls of versions from this one on.
+        """
         distribution = run.config.rollout.distribution
         assert isinstance(distribution, Shards), "who collects together needs no shards"
         self.run = run
@@ -84,7 +89,7 @@ class ShardedAttempt:
         self._oldest_version = oldest_version
         self._attempt = run.begin(stage, policy_version=policy_version)
         self.rounds = 0
-        """Those that were begun, of which each is split into shards of its own."""
+        """Number of started rounds, each split into separate shards."""
         self._outcomes: list[ShardOutcome] = []
         self._cost: dict[str, float] = {}
 
@@ -97,7 +102,8 @@ class ShardedAttempt:
         *,
         on_policy: bool = True,
     ) -> Program:
-        """What a worker of this shard of the newest round is given. Another attempt finds what was left for the same one."""
+        """Return the task for a worker of this shard of the newest round. Another attempt finds the results of the
+        same task."""
         config, provenance = self.run.config, self._attempt.provenance
         depends = f"{self.run.uid} {provenance.policy_version} {sampling} {on_policy} {shard.digest()}"
         name = f"{shard.label}-{self.rounds}-{hashlib.sha256(depends.encode()).hexdigest()[:12]}"
@@ -144,11 +150,11 @@ class ShardedAttempt:
         )
 
     def finished(self, specs: Sequence[RolloutSpec]) -> frozenset[str]:
-        """All that an earlier attempt may have finished; which shards are whole, `left_before` says."""
+        """Return all rollouts that an earlier attempt may have finished; `left_before` identifies whole shards."""
         return frozenset(spec.rollout_id for spec in specs) if self._attempt.number > 1 else frozenset()
 
     def open_launcher(self, programs: Sequence[Program]) -> Launcher:
-        """What starts the workers of these programs; what the stage began and does not want any more is ended."""
+        """Open the launcher for these programs, and end unwanted workers that the stage started."""
         distribution = self.distribution
         name = distribution.launcher if isinstance(distribution, ProcessShards) else "kubernetes"
         launcher = open_launcher(name, "rollout.distribution.launcher", self.run)
@@ -167,14 +173,14 @@ class ShardedAttempt:
         stopped: threading.Event,
         finished: MutableMapping[str, int],
     ) -> ShardOutcome:
-        """Have a worker collect a shard, in the calling thread.
+        """Let a worker collect a shard, in the calling thread.
 
         Args:
-            task: of the shard; where its worker begins on another version, that of `begun_on`.
-            finished: is called with a shard and its number of finished rollouts.
+            task: task of the shard; if the worker starts on another version, the task of `begun_on`.
+            finished: called with a shard and its number of finished rollouts.
 
         Raises:
-            InfraError: the worker was lost; `may_repeat` decides whether there is another one.
+            InfraError: the worker was lost; `may_repeat` decides about another one.
             Stopped: `stopped` was set.
         """
 
@@ -202,7 +208,8 @@ class ShardedAttempt:
         return True
 
     def left_before(self, shard: Shard, task: Program, is_settled: bool = False) -> ShardOutcome | None:
-        """What a worker of an earlier attempt left whole; with failed rollouts only where nothing is to be made any more."""
+        """Return a whole result of an earlier attempt's worker; one with failed rollouts only if no more rollouts are
+        to be made."""
         if not task.after or (report := _read_report(task.place)) is None:
             return None
         if report.ledger.failed and not is_settled:
@@ -216,18 +223,18 @@ class ShardedAttempt:
             return None
 
     def taken_over(self, shard: Shard, written: Mapping[str, Rollout], is_settled: bool = False) -> ShardOutcome | None:
-        """The shard from rollouts by id that are in the store without a report: they are written again, as its worker would.
-        None when one is missing or failed; where nothing is to be made any more, only when all are missing."""
-        found = [written[spec.rollout_id] for spec in shard.specs if spec.rollout_id in written]
-        lacks = len(found) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in found)
-        if not found or (lacks and not is_settled):
+        """Build the shard from stored rollouts without a report, written again as its worker would. Return None if a
+        rollout is missing or failed; if no more rollouts are to be made, only if all are missing."""
+        stored = [written[spec.rollout_id] for spec in shard.specs if spec.rollout_id in written]
+        lacks = len(stored) < len(shard.specs) or any(rollout.status is Status.FAILED for rollout in stored)
+        if not stored or (lacks and not is_settled):
             return None
         writer = self.stage.join(self._attempt.provenance, self._attempt.number, shard.label)
-        turns, rollouts = turns_table(found), rollouts_table(found)
+        turns, rollouts = turns_table(stored), rollouts_table(stored)
         report = ShardReport(
             attempt=self._attempt.number,
             files=[writer.write_table("turns", turns), writer.write_table("rollouts", rollouts)],
-            ledger=Ledger.from_rollouts(found, requested=len(found)),
+            ledger=Ledger.from_rollouts(stored, requested=len(stored)),
             resumptions=ResumptionCounts().details(),
             seconds=0.0,
             cpu_seconds=0.0,
@@ -236,7 +243,7 @@ class ShardedAttempt:
         return ShardOutcome(shard.label, report, summaries_from_tables(rollouts, turns), fresh=False)
 
     def outcome(self, shard: Shard, task: Program) -> ShardOutcome:
-        """What a worker left.
+        """Return the result of a worker.
 
         Raises:
             InfraError: it left no report.
@@ -255,13 +262,13 @@ class ShardedAttempt:
         self._outcomes += outcomes
 
     def whole(self, rollouts: Sequence[Rollout], groups: Collection[str]) -> list[Rollout]:
-        """Those of `rollouts` that are of these groups, whole, from the files of the shards."""
-        wanted = pa.array([each.rollout_id for each in rollouts if each.group_id in groups], pa.string())
-        found = []
+        """Return the rollouts of these groups, complete, from the shards' files."""
+        ids = pa.array([each.rollout_id for each in rollouts if each.group_id in groups], pa.string())
+        complete = []
         for outcome in self._outcomes:
             tables = [self._table(outcome.report, dataset) for dataset in ("rollouts", "turns")]
-            found += rollouts_from_tables(*(table.filter(pc.is_in(table["rollout_id"], wanted)) for table in tables))
-        return found
+            complete += rollouts_from_tables(*(table.filter(pc.is_in(table["rollout_id"], ids)) for table in tables))
+        return complete
 
     def spend(self, cost: Mapping[str, float]) -> None:
         """Count what waiting for the workers cost (`Launcher.metrics`)."""
@@ -299,11 +306,11 @@ class ShardedAttempt:
         }
         if used := take_seconds(self.stage.location.uri):
             self._attempt.charge(used)
-        else:  # workers elsewhere, whose own count is the only one
+        else:  # remote workers, whose own count is the only one
             reported = [outcome.report.cpu_seconds for outcome in self._outcomes if outcome.fresh]
             self._attempt.charge(sum(reported), of_other_process=True)
         reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | recorded)
-        # What workers left for each other is not needed any more
+        # Files that workers exchange are not needed any more
         location = self.stage.location
         try:
             for name in location.names():
@@ -315,11 +322,11 @@ class ShardedAttempt:
         return reference
 
     def _checked(self, shard: Shard, report: ShardReport, *, fresh: bool) -> ShardOutcome:
-        """The outcome of a report, held against the plan and against the files that it names.
+        """Check a report against the plan and its files, and return the outcome.
 
         Raises:
-            StoreError: a file is gone or damaged.
-            ReorderError, LedgerError: they hold other rollouts.
+            StoreError: a file is missing or damaged.
+            ReorderError, LedgerError: the files hold other rollouts.
         """
         rollouts = summaries_from_tables(self._table(report, "rollouts"), self._table(report, "turns"))
         index = {spec.rollout_id: place for place, spec in enumerate(shard.specs)}
@@ -342,7 +349,7 @@ class ShardedAttempt:
             counts.rollouts_resumed += counted["rollouts_resumed"]
             counts.turns_resumed += counted["turns_resumed"]
             counts.rollouts_restarted.update(counted["rollouts_restarted"])
-            counts.lost_tokens += counted.get("lost_tokens", 0)  # not in what an older version wrote
+            counts.lost_tokens += counted.get("lost_tokens", 0)  # missing in reports of an older version
         return counts
 
 
@@ -354,7 +361,7 @@ def _read_report(place: Location) -> ShardReport | None:
 
 
 def _digest(place: Location) -> str:
-    """Of the stored report; empty without one."""
+    """Return the digest of the stored report; empty without one."""
     try:
         return hashlib.sha256(place.read(REPORT)).hexdigest()
     except NotFound:

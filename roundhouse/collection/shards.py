@@ -1,7 +1,7 @@
-"""The shards of a collection: pure, from its plan.
+"""Shards of a collection: a pure function of its plan.
 
-Invariant: each planned rollout is in exactly one shard, each group is in one, and which one depends on the plan and the number
-of shards alone. So the name of a file says which shard wrote it, and a worker reads no other shard's.
+Invariant: each planned rollout and each group is in exactly one shard, chosen only by the plan and the number of
+shards. A file's name identifies the shard that wrote it, so a worker reads only its own files.
 
     groups a b c d e, 2 shards  ->  s0001of0002: a b c     s0002of0002: d e
 """
@@ -37,7 +37,7 @@ class Shard:
     number: int
     """1, 2, …"""
     count: int
-    """Of the shards that were asked for; some may have no groups, and do not exist."""
+    """Number of requested shards; some may be empty and are not made."""
     specs: Sequence[RolloutSpec]
 
     @property
@@ -49,13 +49,13 @@ class Shard:
         return frozenset(spec.rollout_id for spec in self.specs)
 
     def may_be_in(self, name: str) -> bool:
-        """Whether a part of this name can hold one of its rollouts: its own can, and those of attempts that split the plan in
-        another way, or not at all."""
-        found = _LABEL.search(name)
-        return found is None or int(found["count"]) != self.count or found["label"] == self.label
+        """Return whether a part of this name can hold rollouts of this shard: its own parts, and parts of attempts with
+        another split or without one."""
+        match = _LABEL.search(name)
+        return match is None or int(match["count"]) != self.count or match["label"] == self.label
 
     def digest(self) -> str:
-        """Of its rollouts and their seeds."""
+        """Digest of its rollouts and their seeds."""
         plan = "\n".join(f"{spec.rollout_id} {spec.seed}" for spec in self.specs)
         return hashlib.sha256(plan.encode()).hexdigest()
 
@@ -65,10 +65,10 @@ def split(specs: Sequence[RolloutSpec], count: int) -> list[Shard]:
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group_id)]
     n = min(count, len(groups))
     borders = [index * len(groups) // n for index in range(n + 1)] if n else []
-    found = []
+    shards = []
     for number, (first, last) in enumerate(pairwise(borders), 1):
-        found.append(Shard(number, count, [spec for group in groups[first:last] for spec in group]))
-    return found
+        shards.append(Shard(number, count, [spec for group in groups[first:last] for spec in group]))
+    return shards
 
 
 def shares(whole: int, count: int) -> list[int]:
@@ -104,16 +104,16 @@ class ShardSpec(BaseModel):
     engine_url: str
     provenance: Provenance
     oldest_version: int | None = None
-    """Where the stage may hold rollouts of versions older than its own, the oldest."""
+    """Oldest version in the stage's rollouts, if older than the stage's version."""
     began_on: int | None = None
-    """The version that the engine held when the shard began, for agents whose answers do not have it; the stage's if unset."""
+    """Version that the engine held at the shard's start, for agents that do not report one; if unset, the stage's."""
     stage: str
     """URI of the stage's directory."""
     kind: str
     """The stage's: collect or evaluate."""
     iteration: int
     attempt: int
-    """That the worker writes for."""
+    """Attempt that the worker writes for."""
     number: int
     count: int
     groups: list[PlannedGroup]
@@ -139,18 +139,18 @@ class ShardReport(BaseModel):
     files: list[FileEntry]
     ledger: Ledger
     resumptions: dict[str, Any]
-    """As `rollout.replay.ResumptionCounts.details`."""
+    """Counts of `rollout.replay.ResumptionCounts.details`."""
     seconds: float
     """In which rollouts ran."""
     cpu_seconds: float
-    """Of the worker, its start included."""
+    """CPU seconds of the worker, including its start."""
     max_rss_mib: float
 
 
 def finished_in(line: str) -> int | None:
     """How many rollouts are finished, where a worker's line says that."""
-    found = _PROGRESS.fullmatch(line)
-    return None if found is None else int(found[1])
+    match = _PROGRESS.fullmatch(line)
+    return None if match is None else int(match[1])
 
 
 def begun_on(program: Program, version: int) -> Program:

@@ -1,8 +1,9 @@
-"""A program of yours as an environment: started once a rollout, it calls the policy by an SDK, and its result is judged.
+"""A user's program as an environment: started once per rollout, it calls the policy by an SDK, and its result is
+judged.
 
-Invariants: a program knows nothing of Roundhouse but a base URL, a key and two files; every call that it makes within its
-rollout's limits becomes a turn with the tokens that were drawn, in whichever dialect it is made; whatever ends the rollout (its
-result, a time limit, a kill of the collector) leaves no process of it. A program that fails has no reward.
+Invariants: a program needs only a base URL, a key and two files. Every call within its rollout's limits becomes a turn
+with the generated tokens, in any dialect. Every end of the rollout (its result, a time limit, a kill of the collector)
+ends all its processes. A failing program has no reward.
 
     OPENAI_BASE_URL, OPENAI_API_KEY         Chat Completions and Responses
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   Messages
@@ -13,7 +14,7 @@ The reward is the result file's, or a verifier's:
 
     def judge(task, outcome): return float(task["answer"] in outcome.reply)
 
-A reply beyond `rollout.max_turns` or `rollout.max_tokens` is empty, with finish reason `length`: what there is by then is
+A reply beyond `rollout.max_turns` or `rollout.max_tokens` is empty, with finish reason `length`, and the rollout is
 judged as truncated.
 """
 
@@ -25,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,21 +42,26 @@ from roundhouse.compat.nexrl.base import LlmClient, RolloutLimit
 from roundhouse.config.environments import CommandEnvironment
 from roundhouse.config.gym_servers import ModelServerConfig
 from roundhouse.environments.base import Restoration, TaskRow, Verdict
+from roundhouse.environments.operations import HostedOperations, fields_of, function_operation
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.protocol import BadRequest, ContextOverflow, EngineRejected, read_request
 from roundhouse.http.asgi import reply
 from roundhouse.http.ports import HttpThread
 from roundhouse.imports import load_function
 from roundhouse.infra.processes import Child, Children
+from roundhouse.infra.regular_files import NotReadable, read_regular
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
-from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens, call_verifier
+from roundhouse.rollout.hosted import HostedFunctions
+from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens
+from roundhouse.strict_json import read_json
 from roundhouse.trajectories.records import Status
 
 MODEL = "policy"
 LOOK_SECONDS = 0.05
-"""How often it is looked whether a program has ended."""
+"""Interval at which the end of a program is checked."""
 GRACE_SECONDS = 2.0
-"""From SIGTERM to SIGKILL for what a program leaves running."""
+"""Time from SIGTERM to SIGKILL for processes that a program leaves running."""
+MOST_RESULT_BYTES = 16 * 2**20
 INHERITED = (
     "PATH",
     "HOME",
@@ -77,21 +83,42 @@ class CommandFailed(DataError):
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """What a program left, for a verifier."""
+    """Results of a program, for a verifier."""
 
     result: dict[str, Any] | None
-    """Its result file, where it wrote one."""
+    """Its result file, if it wrote one."""
     output: str
-    """The end of what it printed."""
+    """The end of its output."""
     reply: str
     """Text of the policy's newest reply."""
     truncated: bool
     """A limit of turns or tokens was reached."""
     directory: Path
-    """Where it ran; gone after the verdict."""
+    """Its working directory; deleted after the verdict."""
 
 
-Verifier = Callable[[TaskRow, CommandOutcome], Any]
+VERIFIER = "environment.verifier"
+
+
+def hosted_verifier(target: str) -> HostedFunctions:
+    """Return the verifier, which a separate process calls.
+
+    Raises:
+        ConfigError: the function cannot be imported.
+    """
+    load_function(target, VERIFIER)
+    return HostedFunctions(f"{__name__}:verifier_service", target, VERIFIER)
+
+
+def verifier_service(target: str) -> HostedOperations:
+    """Load the verifier in its process; the outcome of a call is an object of its fields."""
+
+    def arguments(task: TaskRow, outcome: dict[str, Any]) -> tuple[TaskRow, CommandOutcome]:
+        return task, CommandOutcome(**outcome | {"directory": Path(outcome["directory"])})
+
+    return HostedOperations(
+        {VERIFIER: function_operation(load_function(target, VERIFIER), arguments)}, of_row=frozenset({VERIFIER})
+    )
 
 
 class CommandClient(ClientWithRows):
@@ -102,9 +129,10 @@ class CommandClient(ClientWithRows):
     def __init__(
         self, config: CommandEnvironment, train: Sequence[TaskRow] = (), heldout: Sequence[TaskRow] = ()
     ) -> None:
-        """
+        """Find the program and its verifier.
+
         Raises:
-            ConfigError: there is no such program, verifier or variable.
+            ConfigError: the program, verifier or variable does not exist.
         """
         super().__init__(train, heldout)
         program = shutil.which(config.command[0])
@@ -115,7 +143,7 @@ class CommandClient(ClientWithRows):
         self.name = Path(program).name
         words = program, *config.command[1:]
         self.command = tuple(str(Path(word).absolute()) if os.path.isfile(word) else word for word in words)
-        self.verifier = None if config.verifier is None else load_function(config.verifier, "environment.verifier")
+        self.verifier = None if config.verifier is None else hosted_verifier(config.verifier)
         self.variables = {name: os.environ[name] for name in (*INHERITED, *config.variables) if name in os.environ}
         self.agent = CommandAgent(self)
         self.plays: dict[str, Play] = {}
@@ -147,7 +175,14 @@ class CommandClient(ClientWithRows):
             self._opened = directory, Children(directory / "logs", GRACE_SECONDS), server
         return self._opened
 
+    async def __aenter__(self) -> Self:
+        if self.verifier is not None:
+            await self.verifier.__aenter__()
+        return self
+
     async def close(self) -> None:
+        if self.verifier is not None:
+            await self.verifier.close()
         if self._opened is None:
             return
         directory, children, server = self._opened
@@ -166,7 +201,7 @@ class Play:
         self.limit = ""
         """The limit that a call ran into."""
         self.failure: InfraError | None = None
-        """What took the engine away from the newest call."""
+        """Engine failure of the newest call."""
         self._loop = asyncio.get_running_loop()
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +339,7 @@ class CommandAgent:
                 f"{self._client.command[0]} made no model call at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."
             )
         said = str(llm.infos[-1]["response"]) if llm.infos else ""
-        result = _result(directory / "result.json")
+        result = await asyncio.to_thread(_result, directory / "result.json")
         outcome = CommandOutcome(result, child.tail(), said, bool(limit), directory / "work")
         verdict = checked_verdict(await _verdict(self._client.verifier, rollout.task, outcome))
         rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
@@ -319,9 +354,13 @@ class CommandAgent:
 
 def _result(path: Path) -> dict[str, Any] | None:
     try:
-        result = orjson.loads(path.read_bytes())
+        result = read_json(read_regular(path, MOST_RESULT_BYTES))
     except FileNotFoundError:
         return None
+    except NotReadable as error:
+        raise CommandFailed(
+            f"The program's result file cannot be read: {error}. Write one small JSON object into it."
+        ) from error
     except ValueError as error:
         raise CommandFailed(f"The program's result file is no JSON: {error}") from error
     if not isinstance(result, dict):
@@ -329,7 +368,7 @@ def _result(path: Path) -> dict[str, Any] | None:
     return result
 
 
-async def _verdict(verifier: Verifier | None, task: TaskRow, outcome: CommandOutcome) -> Verdict:
+async def _verdict(verifier: HostedFunctions | None, task: TaskRow, outcome: CommandOutcome) -> Verdict:
     if verifier is None:
         if outcome.result is None or "reward" not in outcome.result:
             raise CommandFailed(
@@ -337,5 +376,6 @@ async def _verdict(verifier: Verifier | None, task: TaskRow, outcome: CommandOut
                 "environment.verifier."
             )
         return Verdict(outcome.result["reward"], metrics=outcome.result.get("metrics") or {})
-    verdict = await call_verifier("environment.verifier", verifier, task, outcome)
+    fields = fields_of(outcome) | {"directory": str(outcome.directory)}
+    verdict = await verifier.call(VERIFIER, task, fields, result=Verdict)
     return verdict if isinstance(verdict, Verdict) else Verdict(verdict)

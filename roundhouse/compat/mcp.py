@@ -1,49 +1,51 @@
-"""Model Context Protocol (streamable HTTP): the tools of MCP servers in an environment, and an environment's tools over MCP.
+"""Model Context Protocol (streamable HTTP): the tools of MCP servers in an environment, and an environment's tools over
+MCP.
 
-A connection to one MCP server, usable and closable from any task.
+A connection to one MCP server, which any task can use and close.
 
-Invariant: the SDK's client lives in one task from its opening to its end, as its cancel scopes demand; that task never outlives
-`close`. What a tool says is text for the policy, its errors too; a server that cannot be reached, does not answer in time, or
-says that its infrastructure failed, fails the attempt as infrastructure.
+Invariant: the SDK's client lives in one task from its opening to its end, as its cancel scopes require. This task never
+outlives `close`. A tool's result is text for the policy, including its errors. If a server cannot be reached, does not
+answer in time, or reports a failure of its infrastructure, the attempt fails as infrastructure.
 
     library = await McpConnection.open("library", "http://127.0.0.1:9100/mcp")
     result = await library.call("mcp__library__define", {"word": "rail"})
     await library.close()
 
-Names of MCP tools on trajectories, and the words that our MCP server and client share.
+Names of MCP tools on trajectories, and the fields that our MCP server and client share.
 
-Invariant: `mcp__<server>__<tool>` names one tool, since a server's name holds no double underscore; what has no such prefix
-passes unchanged.
+Invariant: `mcp__<server>__<tool>` names one tool, because a server's name holds no double underscore. A name without
+this prefix stays unchanged.
 
     bare("mcp__weather__get", None)      == "get"
     bare("mcp__weather__get", "news")    == "mcp__weather__get"
 
 Tools of MCP servers (Model Context Protocol, streamable HTTP) in addition to those of an environment.
 
-Invariant: the policy sees an MCP tool as `mcp__<server>__<tool>`, and so does the record; the environment's verifier sees the
-bare name. There are two sources of such tools:
+Invariant: the policy and the record use the name `mcp__<server>__<tool>`; the environment's verifier gets the bare
+name. Such tools have two sources:
 
     McpEnvironment    servers that the configuration names. All rollouts share a connection to each: tools that keep state for
-                      one rollout belong into an environment. A connection that broke is opened anew for the next rollout;
-                      calls that are in flight on the one before come to their end.
-    with_offered      a server that a resources server offers in its answer to /seed_session. The rollout has a connection of
-                      its own, whose headers say which session its calls work on; it is closed with the session.
+                      one rollout belong into an environment. A broken connection is opened again for the next rollout;
+                      running
+                      calls on the old one end normally.
+    with_offered      a server that a resources server offers in its answer to /seed_session. Each rollout has a connection,
+                      whose headers identify the session; it is closed with the session.
 
     async with McpEnvironment(environment, {"files": "http://127.0.0.1:9100/mcp"}) as environment:
         rollouts = await collect(specs, policy, environment, config, sampling)
 
-The tools of an environment over MCP (streamable HTTP, stateless), each call in the session of the rollout it belongs to.
+The tools of an environment over MCP (streamable HTTP, stateless), each call in the session of its rollout.
 
-Invariant: a call's token alone decides which session it works on, which only this process can sign; a call whose token is
-missing, altered or of another process reaches no session. Names with this server's prefix are taken off before a verdict, so
-that a rollout is judged alike over MCP and over plain routes.
+Invariant: a call's token alone decides its session, and only this process can sign it. A call with a missing, altered
+or foreign token reaches no session. Names lose this server's prefix before a verdict, so that a rollout is judged alike
+over MCP and over plain routes.
 
     /seed_session  ->  {"mcp": {"server_name": "calc", "url_path": "/mcp", "transport": "http",
                                 "headers": {"X-NeMo-Gym-Session-Token": "eyJ…"}}}
     POST /mcp with that header: tools/list, tools/call
 
-A tool that fails is a result with `isError`, whose text is what the plain route would answer. A failure of the infrastructure,
-and a token that is none, are JSON-RPC errors with `data: {"failure": "infra"}`.
+The result of a failed tool has `isError` and the text that the plain route would answer. A failure of the
+infrastructure, and an invalid token, are JSON-RPC errors with `data: {"failure": "infra"}`.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ from starlette.types import Receive, Scope, Send
 from roundhouse.compat.nemo_gym.servers.endpoints import within
 from roundhouse.environments.base import NOT_FOUND, Restoration, Split, TaskRow, Tool, ToolResult, Verdict
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.http.clients import async_http_client
 from roundhouse.rollout.agents import ToolLoop
 from roundhouse.rollout.protocol import (
     ClosedOnExit,
@@ -102,7 +105,7 @@ CALL_SECONDS = 600.0
 OPEN_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 PAGES = 100
-"""Of a server's list of tools; one that has more would never end."""
+"""Limit of the pages in a server's list of tools, so that a reading always ends."""
 _LOST = (httpx2.HTTPError, OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
 
 
@@ -125,7 +128,7 @@ class McpConnection:
         """Connect and list the tools. `headers` go with every request.
 
         Raises:
-            EnvironmentUnreachable: there is no server, or it does not speak MCP.
+            EnvironmentUnreachable: no server answers, or it does not speak MCP.
         """
         connection = cls(server, url, headers)
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,7 +163,7 @@ class McpConnection:
         ]
 
     async def is_broken(self) -> bool:
-        """Whether no call gets through any more: the SDK's transport ends with the first request that is lost."""
+        """Return whether the connection is lost: the SDK's transport ends with the first lost request."""
         if self._is_doubtful and self._client is not None and not self._end.is_set():
             try:
                 await self._client.list_tools(cache_mode="bypass")
@@ -187,7 +190,7 @@ class McpConnection:
             raise EnvironmentUnreachable(f"{name}: the connection to {self.url} has ended.")
         assert self._client is not None
         try:
-            # The text of a tool's answer; structured content where there is no text
+            # The text of a tool's answer, or its structured content if it has no text
             result = await self._client.call_tool(self._tools[name].name, arguments, CALL_SECONDS)
             texts = [part.text for part in result.content if isinstance(part, TextContent)]
             text = "\n".join(texts) if texts else orjson.dumps(result.structured_content).decode()
@@ -217,7 +220,7 @@ class McpConnection:
 
     async def _live(self, opened: asyncio.Future[None]) -> None:
         limit = httpx2.Timeout(CALL_SECONDS, connect=OPEN_SECONDS)
-        http = httpx2.AsyncClient(headers=self._headers, timeout=limit, verify=_certificates(), trust_env=False)
+        http = async_http_client(httpx2, self.url, headers=self._headers, timeout=limit, verify=_certificates())
         try:
             async with http:
                 transport = streamable_http_client(self.url, http_client=http)
@@ -257,7 +260,8 @@ def _certificates() -> ssl.SSLContext:
 TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 """Signed: the rollout's session, in requests to /mcp."""
 FAILURE = {"failure": "infra"}
-"""In a JSON-RPC error of ours: the rollout cannot continue, and another attempt may help. Foreign servers never say it."""
+"""Marks a JSON-RPC error of ours: the rollout cannot continue, and another attempt may help. Foreign servers never
+use it."""
 _PREFIX = "mcp__"
 
 
@@ -277,7 +281,7 @@ def bare(name: str, server: str | None = None) -> str:
 
 
 def bare_response(response: Mapping[str, Any], server: str | None = None) -> dict[str, Any]:
-    """A Responses object whose tool calls have their bare names."""
+    """Return a Responses object whose tool calls have their bare names."""
     output = response.get("output")
     if not isinstance(output, list):
         return dict(response)
@@ -301,7 +305,7 @@ class McpEnvironment(ClosedOnExit):
         self._servers = servers
         self._connections: list[McpConnection] = []
         self._retired: list[McpConnection] = []
-        """In whose place others were opened; rollouts that began before may have calls in flight on them."""
+        """Replaced connections, on which earlier rollouts may have running calls."""
         self._reopening: asyncio.Task[None] | None = None
 
     @property
@@ -309,7 +313,7 @@ class McpEnvironment(ClosedOnExit):
         return ToolLoop()
 
     def compute_metrics(self, tasks: list[list[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Those of the environment."""
+        """Return the environment's metrics."""
         compute = getattr(self._environment, "compute_metrics", None)
         return {} if compute is None else compute(tasks)
 
@@ -407,12 +411,13 @@ class _OfferedSession(_McpSession):
 
 
 async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str, offer: Any) -> EnvironmentSession:
-    """`session` with the MCP tools of `offer` (`mcp` of an answer to /seed_session), but for those that `row` has already: they
-    have plain routes, which cost less.
+    """Add the MCP tools of `offer` (`mcp` of an answer to /seed_session) to `session`, except the tools that `row` has
+    already:
+    these have plain routes, which cost less.
 
     Raises:
-        SeedFailed: the offer cannot be understood.
-        EnvironmentUnreachable: its server cannot be used.
+        SeedFailed: the offer is malformed.
+        EnvironmentUnavailable: its server cannot be used.
     """
     where = f"{base_url}/seed_session"
     if not isinstance(offer, dict) or not isinstance(offer.get("server_name"), str):
@@ -475,7 +480,7 @@ class McpEndpoint:
         await self._manager.handle_request(scope, receive, send)
 
     def offer(self, session_id: str) -> dict[str, Any]:
-        """What /seed_session returns to the client, under `mcp`."""
+        """Return the value of `mcp` in the answer to /seed_session."""
         return {
             "server_name": self._name,
             "url_path": PATH,

@@ -1,25 +1,34 @@
-"""What the algorithm of a run does: how rewards become advantages (one section per algorithm), and the loss on tokens.
+"""Algorithm of a run: the way from rewards to advantages (one section per algorithm), and the loss on tokens.
 
-Invariant: a section refuses by itself what its own keys cannot do together; what an algorithm shares with other sections is
-checked in `config.checks`.
+Invariant: a section checks its own keys; checks with other sections are in `config.checks`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.environments import EnvironmentName
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
+from roundhouse.config.section import Code, Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
 
 Aggregation = Literal["token", "sequence", "rollout", "fixed_length"]
-MismatchCorrection = Literal["none", "tis", "icepop", "seq-mask-tis"]
+MismatchCorrection = Literal["auto", "none", "tis", "icepop", "seq-mask-tis"]
+UNCORRECTED: tuple[MismatchCorrection, ...] = ("none", "auto")
+"""Corrections that leave sequences of another policy as they are."""
 
-DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "seq-mask-tis": (0.999, 1.002)}
-"""`mismatch_bounds` where it is not set; (0.5, 5.0) for every correction that is not listed. Truncation has no lower bound: it
-would lift the weight of exactly the tokens that the policy has unlearnt."""
+AGREEMENT = 0.01
+"""Nats a token, in a sequence's mean, up to which `mismatch_correction: auto` takes trainer and engine as equal. Two programs
+in float32 differ by less than 1e-5, in bfloat16 by about this much."""
+DEFAULT_BOUNDS: dict[str, tuple[float, float]] = {
+    "auto": (0.0, 2.0),
+    "tis": (0.0, 2.0),
+    "seq-mask-tis": (0.999, 1.002),
+}
+"""Default of `mismatch_bounds`; (0.5, 5.0) for every unlisted correction. Truncation has no lower bound, which would
+raise the weight of exactly the tokens that the policy has unlearnt."""
 
 
 class AdaptiveKL(Section):
@@ -28,8 +37,8 @@ class AdaptiveKL(Section):
     After each iteration: coefficient *= max(0.5, 1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon).
     """
 
-    target: PositiveFloat = 6.0
-    """Wanted KL a token, in nats."""
+    target: PositiveFloat = 0.1
+    """Wanted KL of one token, in nats. Targets of about 6 in the literature are sums over an answer."""
     horizon: PositiveFloat = 10_000.0
     """Rollouts in which the coefficient can change by about a fifth."""
 
@@ -40,8 +49,8 @@ class Scaling(Section):
     source: tuple[float, float] = (0.0, 1.0)
     target: tuple[float, float] = (-1.0, 1.0)
     outside: Literal["refuse", "clamp"] = "refuse"
-    """What happens to a reward outside of `source`. refuse: the step fails and names the sequence. clamp: it counts as the
-    nearest bound, so that all rewards beyond it are one."""
+    """Treatment of a reward outside of `source`. refuse: the step fails and names the sequence. clamp: it counts as
+    the nearest bound."""
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
@@ -60,8 +69,10 @@ class OverlongShaping(Section):
     max_generated_tokens: PositiveInt
     """The limit, over all turns of a rollout."""
     buffer_tokens: PositiveInt = 128
-    """Tokens before the limit in which the penalty grows from 0 to its full size, where it stays."""
-    penalty: PositiveFloat = 1.0
+    """Tokens before the limit over which the penalty grows from 0 to its full size."""
+    penalty: PositiveFloat | None = None
+    """Unset: half of the range of the rewards, so that a right answer at the limit still beats a wrong one. The range is
+    `scaling.target`, or 0 to 1 without `scaling`."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -74,15 +85,23 @@ class OverlongShaping(Section):
 
 
 class RewardShaping(Section):
-    """What happens to a reward before it becomes an advantage; the recorded reward and group spread stay the environment's.
+    """Changes to a reward before it becomes an advantage; the recorded reward and group spread stay the environment's.
 
-    In this order: scaling, the factor of truncated rollouts, the overlong penalty.
+    Order: scaling, the factor of truncated rollouts, the overlong penalty.
     """
 
     scaling: Scaling | None = None
     truncated_factor: Fraction | None = None
     """Multiplies the reward of a truncated rollout; 0 takes it away. Unset: 1."""
     overlong: OverlongShaping | None = None
+
+    @property
+    def overlong_penalty(self) -> float:
+        """`overlong.penalty`, or its default for the range of the rewards."""
+        if self.overlong is not None and self.overlong.penalty is not None:
+            return self.overlong.penalty
+        low, high = (0.0, 1.0) if self.scaling is None else self.scaling.target
+        return (high - low) / 2
 
     @model_validator(mode="after")
     def _one_truncation_rule(self) -> Self:
@@ -97,6 +116,8 @@ class OptimizerConfig(Section):
     """AdamW with linear warm-up, then constant or falling to a share of the full rate; of the policy and of a critic."""
 
     learning_rate: PositiveFloat = 3e-4
+    """Unset, in a run: 3e-4 for the small policy of `policy.kind: warm_start`, 1e-6 for a pretrained one, 1e-5 for an adapter
+    of it (`train.lora`, Tinker)."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -110,8 +131,8 @@ class OptimizerConfig(Section):
     """The share of the full rate at which a falling schedule ends and stays."""
     max_grad_norm: PositiveFloat = 1.0
     moments: Literal["float32", "8-bit"] = "float32"
-    """Of AdamW's two moments. 8-bit (arXiv:2110.02861) takes 2.1 bytes per parameter of a matrix in place of 8, with a scale
-    for each 128 numbers; it needs torchao (extra `torchao`). It must stay what it was during a run."""
+    """Number format of AdamW's two moments. 8-bit (arXiv:2110.02861) takes 2.1 bytes per parameter of a matrix instead
+    of 8, with a scale for each 128 numbers; it needs torchao (extra `torchao`). It cannot change during a run."""
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:
@@ -123,15 +144,22 @@ class OptimizerConfig(Section):
         return self
 
 
+class CriticOptimizer(OptimizerConfig):
+    """The policy's optimizer settings, with a higher rate."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Unset, in a run: 1e-3 with a policy of `policy.kind: warm_start`, 1e-5 with a pretrained one."""
+
+
 class CriticConfig(Section):
     """A second model that predicts the reward to come at each generated token, and learns with the policy."""
 
-    model: str | None = None
+    model: Code[str | None] = None
     """Model directory to begin from, with the policy's tokenizer: a local path, file:// or s3:// URI. Unset: the weights that
     the policy begins from."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: PositiveFloat | None = 0.2
-    """How far a prediction counts as moved from that before the first update, in units of the reward; unset: any distance."""
+    """Largest counted change of a prediction since before the first update, in units of the reward; unset: unlimited."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     """Iterations in which the critic alone learns and the policy stays, counted from the critic's first."""
 
@@ -139,6 +167,8 @@ class CriticConfig(Section):
 class TokenLoss(Section):
     """Keys of every algorithm's loss: how token terms become a mean, KL to a reference, entropy."""
 
+    if TYPE_CHECKING:
+        kind: str
     loss_aggregation: Aggregation = "token"
     """token: mean over all trained tokens of an update. sequence: mean over sequences of their token means. rollout: the same
     in two stages, so that a rollout of several sequences counts once. fixed_length: sum over tokens, divided by rollouts times
@@ -157,22 +187,22 @@ class TokenLoss(Section):
     kl_importance_weighting: bool = False
     """Weight the KL term by exp(cur - gen), at most 2, which corrects it for tokens that an older policy sampled."""
     adaptive_kl: AdaptiveKL | None = None
-    """Steers kl_coefficient, which is then where it starts. Unset: it stays."""
+    """Controller of kl_coefficient, which is its initial value. Unset: the coefficient is constant."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a rollout is judged against the others of its group, so that a group of one teaches nothing."""
+        """Return whether rollouts are compared within their group, so that a group of one is useless."""
         return True
 
     @property
     def reference_source(self) -> str | None:
-        """What the trainer has to hold in addition to the policy: `start` (version 0), the directory of a model, or None."""
+        """Return the trainer's reference model: `start` (version 0), a model directory, or None."""
         return "start" if self.kl_coefficient > 0 else None
 
     @property
     def critic_section(self) -> CriticConfig | None:
-        """How the trainer trains a critic; None where the algorithm has none."""
+        """Return the critic's section; None for an algorithm without one."""
         return None
 
     @property
@@ -217,8 +247,8 @@ class TokenLoss(Section):
 
 
 class EnvironmentAlgorithm(Section):
-    """How one environment of a mixture is learnt from: keys of the run's algorithm that act on single sequences. What is unset
-    is the run's. The loss on tokens (ratio, clipping, correction, mean) is one for all."""
+    """Algorithm settings for one environment of a mixture: keys that act on single sequences. Unset keys are the run's.
+    The loss on tokens (ratio, clipping, correction, mean) is common to all."""
 
     normalize_by_std: bool | None = None
     leave_one_out: bool | None = None
@@ -246,7 +276,7 @@ class PolicyGradient(TokenLoss):
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The ratio counts as at most 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss where the advantage is negative."""
+    """Bound of the loss for negative advantages."""
     advantage_clip: tuple[float, float] | None = None
     """Bounds of the advantage."""
     positive_nll_weight: Annotated[float, Field(ge=0)] = 0.0
@@ -254,22 +284,23 @@ class PolicyGradient(TokenLoss):
     mask_truncated: bool = False
     """Do not train on truncated rollouts; they count in the baseline all the same (DAPO's overlong filtering)."""
     reward: RewardShaping = RewardShaping()
-    mismatch_correction: MismatchCorrection = "none"
-    """What to do about trainer and engine disagreeing on log-probabilities; it is always measured."""
+    mismatch_correction: MismatchCorrection = "auto"
+    """Correction of differences between trainer and engine log-probabilities, which are always measured. auto: tis in
+    sequences with a mean difference above 0.01 nats a token, none in the others."""
     mismatch_bounds: tuple[float, float] | None = None
     """Bounds of exp(trainer - engine) log-probability: of a token, or (seq-mask-tis, importance_ratio sequence) of a sequence's
-    geometric mean. Unset: 0.5 to 5, for tis 0 to 2, for seq-mask-tis 0.999 to 1.002."""
+    geometric mean. Unset: 0.5 to 5, for auto and tis 0 to 2, for seq-mask-tis 0.999 to 1.002."""
     max_sequence_error: Annotated[float, Field(gt=1)] | None = None
-    """Leave out the policy term of sequences whose mean of exp(abs(trainer - engine)) is above this. Unset: of none."""
+    """Omit the policy term of sequences whose mean of exp(abs(trainer - engine)) is above this. Unset: omit none."""
     environments: dict[EnvironmentName, EnvironmentAlgorithm] = Field(default_factory=dict)
     """Settings of the environments of a mixture that differ, by the environment's name. The algorithm computes each by itself,
     over its own groups, and the others together."""
 
     def of_environment(self, name: str) -> Self:
-        """The algorithm by which an environment in `environments` is learnt from.
+        """Return the algorithm for an environment in `environments`.
 
         Raises:
-            ValueError: this algorithm has no such key, or refuses the value.
+            ValueError: this algorithm lacks a key, or refuses its value.
         """
         given = self.environments[name]
         own = {key: value for key in type(given).model_fields if (value := getattr(given, key)) is not None}
@@ -360,9 +391,9 @@ class GroupRelativeConfig(PolicyGradient):
     leave_one_out: bool = False
     """Baseline from the other rollouts of the group only."""
     turn_discount: Fraction | None = None
-    """Credit by turn, where the environment rewards turns: a turn answers for the next reward and, with this factor each, for
-    those after it; 0 for none of these. Compared within the group reward by reward. Unset: every turn answers for the whole
-    rollout."""
+    """Credit by turn, if the environment rewards turns: a turn's return is the next reward plus later ones, each
+    discounted by this factor; 0 counts only the next one. Returns are compared within the group reward by reward.
+    Unset: every turn gets the whole rollout's reward."""
 
     @model_validator(mode="after")
     def _plain_rewards_of_turns(self) -> Self:
@@ -405,10 +436,10 @@ class RLOOConfig(GroupRelativeConfig):
 
 
 class DAPOConfig(GroupRelativeConfig):
-    """GRPO with a wider upper clip, token mean, no KL and truncated rollouts left out (arXiv 2503.14476).
+    """GRPO with a wider upper clip, token mean, no KL and truncated rollouts omitted (arXiv 2503.14476).
 
-    Its dynamic sampling is how rollouts are collected: `rollout.dynamic_sampling`. With `reward.overlong`, rewards of 0 to 1
-    are scaled to the paper's -1 to 1, unless `reward.scaling` says otherwise.
+    Its dynamic sampling belongs to collection: `rollout.dynamic_sampling`. With `reward.overlong`, rewards of 0 to 1
+    are scaled to the paper's -1 to 1, unless `reward.scaling` is set.
     """
 
     kind: Literal["dapo"]
@@ -421,14 +452,14 @@ class DAPOConfig(GroupRelativeConfig):
         """The overlong penalty is as large as half of the paper's rewards, -1 and 1, so it comes with them."""
         if not isinstance(values, dict):
             return values
-        found, environments = _with_scale(values), values.get("environments")
+        section, environments = _with_scale(values), values.get("environments")
         if isinstance(environments, dict):
-            found = found | {"environments": {name: _with_scale(own) for name, own in environments.items()}}
-        return found
+            section = section | {"environments": {name: _with_scale(own) for name, own in environments.items()}}
+        return section
 
 
 def _with_scale(section: Any) -> Any:
-    """A section with the default scale in its `reward`, where that has the overlong penalty and does not speak of a scale."""
+    """Add the default scale to `reward` if it has the overlong penalty and no scale."""
     reward = section.get("reward") if isinstance(section, dict) else None
     if isinstance(reward, dict) and reward.get("overlong") is not None:
         return section | {"reward": {"scaling": {}} | reward}
@@ -477,7 +508,7 @@ class ReinforcePlusPlusConfig(PolicyGradient):
 class PPOConfig(PolicyGradient):
     """Proximal policy optimisation with a critic (arXiv 1707.06347) and generalised advantages (1506.02438).
 
-    No groups are needed: a token is compared with what the critic expected before it.
+    It needs no groups: a token is compared with the critic's prediction before it.
     """
 
     kind: Literal["ppo"]
@@ -527,8 +558,8 @@ class CrossEntropyConfig(TokenLoss):
 
     kind: Literal["cross_entropy"]
     select: Literal["all", "threshold", "best_of_group"] = "all"
-    """all; those with a reward of at least `reward_threshold`; or of each group the one with the highest reward (the first of
-    equals, and only if it reaches `reward_threshold`, where set)."""
+    """all; rollouts with a reward of at least `reward_threshold`; or each group's rollout with the highest reward (the
+    first of equal ones, and only if it reaches `reward_threshold`, if set)."""
     reward_threshold: float | None = None
     include_truncated: bool = False
     """Also learn from rollouts that a limit cut off."""
@@ -557,7 +588,7 @@ class DistillationConfig(PolicyGradient):
     """
 
     kind: Literal["distillation"]
-    teacher: str
+    teacher: Code[str]
     """Model directory with config.json and safetensors: a local path, file:// or s3:// URI."""
     mismatch_correction: MismatchCorrection = "icepop"
     kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
@@ -588,21 +619,7 @@ class CustomAlgorithmConfig(PolicyGradient):
     """Keyword arguments of the class."""
 
 
-AlgorithmConfig = Annotated[
-    GRPOConfig
-    | DrGRPOConfig
-    | RLOOConfig
-    | DAPOConfig
-    | GSPOConfig
-    | CISPOConfig
-    | ReinforcePlusPlusConfig
-    | PPOConfig
-    | GDPOConfig
-    | CrossEntropyConfig
-    | DistillationConfig
-    | CustomAlgorithmConfig,
-    Field(discriminator="kind"),
-]
+AlgorithmConfig = Annotated[TokenLoss, Kinds("algorithm")]
 
 
 def _refuse_shaping(config: GDPOConfig | DistillationConfig) -> None:

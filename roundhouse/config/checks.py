@@ -1,25 +1,24 @@
-"""Combinations of settings that cannot work: every check that concerns more than one section of the configuration.
+"""Checks of settings that concern more than one section of the configuration.
 
-Invariant: a section checks itself where it is declared; what several sections must agree on is checked here alone, and the
-error names key, value and remedy.
+Invariant: a section checks itself at its declaration; only this module checks several sections together. Errors name
+key, value and remedy.
 
-Rollouts that may be older than the policy that trains on them: a configuration that passes has, for every token that may be
-stale, a bounded weight that corrects for the policy that sampled it, or a loss that needs none. The bound is one of the token's
-weight, or (seq-mask-tis, GSPO) of the geometric mean over its sequence; the KL term's is
-`roundhouse.training.loss.KL_WEIGHT_BOUND`.
+Stale rollouts: in an accepted configuration, every token that may be stale has a bounded weight that corrects for the
+policy that sampled it, or a loss that needs none. The bound is on the token's weight, or (seq-mask-tis, GSPO) on the
+geometric mean over its sequence; the KL term's is `roundhouse.training.loss.KL_WEIGHT_BOUND`.
 
-Where staleness comes in. The trainer computes `old` under the weights that it begins the step from; the engine sampled under
-older ones. The policy's ratio exp(cur - old) does not see that lag; only the mismatch correction's exp(old - gen) does. In a
-rollout that spans a refit, exp(old - gen) is right token by token: each token's `gen` is of the version that sampled it.
+The trainer computes `old` with its initial weights, while the engine sampled with older ones. The policy's ratio
+exp(cur - old) does not contain that lag; only the mismatch correction's exp(old - gen) does, token by token even across
+a refit.
 
     setting                            because
-    mismatch_correction: none          the gradient is that of another distribution's samples, whatever the clip
-    seq-mask-tis with its defaults     0.999 to 1.002 is for rounding; a version of lag takes out nearly everything
+    mismatch_correction: none, auto    the gradient is that of another distribution's samples, whatever the clip
+    seq-mask-tis with its defaults     0.999 to 1.002 is for rounding; a version of lag removes nearly everything
     importance_ratio: on_policy        it means cur = old = gen
     KL in the loss, unweighted         estimates the KL from tokens that the policy did not sample
     rollout.dynamic_sampling, window   a round is judged when all of its groups are complete; a window takes quick ones before
 
-Not refused: cross_entropy, which learns from chosen rollouts of any policy; `validation.recompute_tolerance`, which judges
+Accepted: cross_entropy, which learns from chosen rollouts of any policy; `validation.recompute_tolerance`, which judges
 only sequences of the version that trains.
 """
 
@@ -32,7 +31,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from roundhouse.config.algorithms import PolicyGradient, PPOConfig, ReinforcePlusPlusConfig, TokenLoss
+from roundhouse.config.algorithms import (
+    UNCORRECTED,
+    PolicyGradient,
+    PPOConfig,
+    ReinforcePlusPlusConfig,
+    TokenLoss,
+)
 from roundhouse.config.environments import (
     OWN_LOOP,
     AgentEnvironment,
@@ -91,7 +96,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     if config.offline is not None and (unsound := unsound_for_old_samples(config.train.algorithm)):
         raise ValueError("offline data was sampled by another policy. " + " ".join(unsound))
     _endpoint(config)
-    _refits(config)
+    _refits(config, recorded=recorded)
     _placement(config)
     _tinker(config)
     if not recorded:
@@ -139,6 +144,11 @@ def _environments(config: RunConfig) -> None:
             raise ValueError(
                 f"rollout.system_prompt is set, but {key}.kind is {each.kind}, which begins conversations itself. Unset it, "
                 "and write the text into the rows (responses_create_params.instructions) or into the agent."
+            )
+        if config.rollout.cut_replies == "return" and isinstance(each, agents):
+            raise ValueError(
+                f"rollout.cut_replies is return, but {key}.kind is {each.kind}, whose program decides what follows a reply. "
+                "Leave it out."
             )
     gyms = [key for key, each in environments_in(environment).items() if isinstance(each, NemoGymEnvironment)]
     if len(gyms) > 1:
@@ -194,7 +204,7 @@ def _by_environment(config: RunConfig) -> None:
 
 
 def _passes(config: RunConfig) -> None:
-    """Refuse an end that cannot come, and to count passes over tasks where there is no pass over all of them."""
+    """Refuse an unreachable end, and epochs without complete passes over the tasks."""
     finish, environment = config.finish, config.environment
     epochs = config.rollout.epochs
     if epochs is not None and config.offline is not None:
@@ -207,10 +217,10 @@ def _passes(config: RunConfig) -> None:
             "version before the last is evaluated. Set evaluation.every, or finish.metric to reward/mean."
         )
     by_weight = isinstance(environment, MixtureEnvironment) and environment.train_tasks is None
-    for key, given in (("rollout.epochs", epochs), ("rollout.drop_last", config.rollout.drop_last)):
-        if given and by_weight:
+    for key, value in (("rollout.epochs", epochs), ("rollout.drop_last", config.rollout.drop_last)):
+        if value and by_weight:
             raise ValueError(
-                f"{key} is {given}, but the tasks of the mixture are drawn by weight, each environment's in epochs of its own. "
+                f"{key} is {value}, but the tasks of the mixture are drawn by weight, each environment's in epochs of its own. "
                 "Name the rows of all in environment.train_tasks, or leave the key out."
             )
 
@@ -308,9 +318,9 @@ def _optimizer_every(config: RunConfig) -> None:
 
 
 def _sampling(config: RunConfig) -> None:
-    """Refuse rollouts that the trainer cannot learn from, and what an evaluation cannot draw: an answer as long as the context,
-    or, of an engine of the user's own, anything but greedy answers and the distribution of training, which it is made for.
-    """
+    """Refuse rollouts that the trainer cannot learn from, and evaluations that cannot be sampled: an answer as long as
+    the context, or, with a custom engine, anything but greedy answers and the training distribution, for which it is
+    made."""
     own, room, backend = config.generation.sampling, config.generation.max_model_len, config.generation.backend
     if own.max_new_tokens >= room:
         raise ValueError(
@@ -329,16 +339,16 @@ def _sampling(config: RunConfig) -> None:
         )
     sets = {f"evaluation.sets.{name}": with_set(config, name) for name in config.evaluation.sets}
     for key, each in ({"evaluation": config} | sets).items():
-        asked = evaluation_sampling(each)
-        if asked.max_new_tokens >= room:
+        sampling = evaluation_sampling(each)
+        if sampling.max_new_tokens >= room:
             raise ValueError(
-                f"{key}.max_new_tokens ({asked.max_new_tokens}) leaves no room for a prompt in generation.max_model_len "
+                f"{key}.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in generation.max_model_len "
                 f"({room}). Lower the first."
             )
-        if backend in SAMPLED_BY_REQUEST or asked.temperature == 0:
+        if backend in SAMPLED_BY_REQUEST or sampling.temperature == 0:
             continue
         for name in ("temperature", "top_p", "top_k"):
-            if (value := getattr(asked, name)) != (made_for := getattr(own, name)):
+            if (value := getattr(sampling, name)) != (made_for := getattr(own, name)):
                 raise ValueError(
                     f"{key}.{name} is {value}, but generation.backend is {backend}, which draws at generation.sampling.{name} "
                     f"({made_for}) or greedily. Set {key}.{name} to {made_for}, or {key}.temperature to 0."
@@ -346,7 +356,7 @@ def _sampling(config: RunConfig) -> None:
 
 
 def _addresses(config: RunConfig) -> None:
-    """Refuse two addresses of one engine, and a store that is none or that pods do not see."""
+    """Refuse two addresses of one engine, and an invalid store or one that pods cannot reach."""
     generation, infra, scheme = config.generation, config.infra, re.match(r"(\w*):/", config.store)
     if generation.engine_url is not None and generation.replicas != 1:
         raise ValueError(
@@ -354,8 +364,8 @@ def _addresses(config: RunConfig) -> None:
         )
     if isinstance(infra, KubernetesInfra) and infra.engine is not None and generation.engine_url:
         raise ValueError(
-            f"generation.engine_url ({generation.engine_url}) and infra.engine.ray_service "
-            f"({infra.engine.ray_service}) both name an engine. Unset one."
+            f"generation.engine_url ({generation.engine_url}) and infra.engine "
+            f"({infra.engine.ray_service or infra.engine.manifest}) both name an engine. Unset one."
         )
     if not config.store.strip() or (scheme and not config.store.startswith(("file://", "s3://"))):
         raise ValueError(f"store is {config.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
@@ -367,7 +377,7 @@ def _addresses(config: RunConfig) -> None:
 
 
 def _trainer_as_engine(config: RunConfig) -> None:
-    """Refuse what a trainer that generates cannot do, and what says where or how another engine would run."""
+    """Refuse settings that a generating trainer cannot support, and settings of another engine's place or start."""
     generation, service, placement = config.generation, config.train.service, config.placement
     options = generation.mcore_generation_config
     if generation.backend not in IN_TRAINER:
@@ -409,7 +419,7 @@ def _trainer_as_engine(config: RunConfig) -> None:
 
 
 def _endpoint(config: RunConfig) -> None:
-    """Refuse what a server that somebody else runs cannot do, and what says where or how another engine would run."""
+    """Refuse settings that a foreign server cannot support, and settings of another engine's place or start."""
     generation, placement = config.generation, config.placement
     if generation.backend != "openai":
         return
@@ -417,7 +427,7 @@ def _endpoint(config: RunConfig) -> None:
     assert endpoint is not None, "refused at load (config.generation)"
     temperature, inflight = generation.sampling.temperature, inflight_requests(config)
     warm = temperature != 1 and endpoint.kind != "text"
-    unproved = endpoint.weight_update == "sglang" and config.validation.recompute_tolerance is None
+    unproved = endpoint.weight_update not in (None, "vllm") and config.validation.recompute_tolerance is None
     for unfit, key, value, remedy in (
         (generation.engine_url is not None, "generation.engine_url", generation.engine_url, "Leave it out"),
         (generation.replicas != 1, "generation.replicas", generation.replicas, "Leave it out: the server has its own"),
@@ -427,7 +437,7 @@ def _endpoint(config: RunConfig) -> None:
         (inflight != "drain", "generation.inflight_requests", inflight, "Set it, or asynchrony.refit, to drain"),
         (warm, "generation.sampling.temperature", temperature, "Set it to 1: the server returns log-probabilities "
          "of the model itself"),
-        (unproved, "validation.recompute_tolerance", None, "Set it: nothing else holds an SGLang server's weights against "
+        (unproved, "validation.recompute_tolerance", None, "Set it: nothing else holds the server's weights against "
          "its answers"),
         (placement.colocation != "none", "placement.colocation", placement.colocation, "Leave it out"),
         (bool(placement.engine_sleeps), "placement.engine_sleeps", placement.engine_sleeps, "Leave it out"),
@@ -440,14 +450,15 @@ def _endpoint(config: RunConfig) -> None:
             )
 
 
-def _refits(config: RunConfig) -> None:
+def _refits(config: RunConfig, *, recorded: bool) -> None:
     """Weight transports, and treatments of running generations, that cannot work in this run.
 
     Raises:
         ValueError: names key, value and remedy.
     """
     generation = config.generation
-    check_transport(config)
+    if not recorded:
+        check_transport(config)
     if generation.inflight_requests == "drain" and refits_in_flight(config):
         raise ValueError(
             "generation.inflight_requests is drain, but asynchrony.refit is in-flight. Set asynchrony.refit to drain, or "
@@ -461,7 +472,7 @@ def _refits(config: RunConfig) -> None:
 
 
 def _tinker(config: RunConfig) -> None:
-    """Refuse what a service that keeps the weights cannot do."""
+    """Refuse settings that a service with its own weights cannot support."""
     if not isinstance(config.train.service, TinkerService):
         return
     temperature, every = config.generation.sampling.temperature, config.checkpoint.optimizer_every
@@ -590,8 +601,8 @@ def _nodes(config: RunConfig) -> None:
 
 
 def _trainer_launcher(config: RunConfig) -> None:
-    """Refuse a launcher that `infra` has no section for, GPUs that its processes would leave idle or not have, and machines
-    that nothing is started on."""
+    """Refuse a launcher without a section in `infra`, GPUs that its processes would leave idle or lack, and unused
+    machines."""
     infra, service, launcher = config.infra, config.train.service, trainer_launcher(config)
     if launcher == "kubernetes" and not isinstance(infra, KubernetesInfra):
         raise ValueError(
@@ -626,7 +637,7 @@ def _trainer_launcher(config: RunConfig) -> None:
 
 
 def _placed_by_launcher(config: RunConfig) -> None:
-    """Refuse a placement of a trainer that is started where another launcher finds room."""
+    """Refuse a placement of a trainer that another launcher places."""
     launcher = trainer_launcher(config)
     if launcher in ("ray", "kubernetes") and (config.placement.colocation != "none" or engine_sleeps(config)):
         raise ValueError(
@@ -639,7 +650,7 @@ def _ranks_in_groups(config: RunConfig) -> None:
     service, machines = config.train.service, trainer_machines(config)
     if not isinstance(service, RankedService):
         return
-    if ":" not in (trainer_launcher(config) or ""):  # of one's own, which alone knows on how many machines
+    if ":" not in (trainer_launcher(config) or ""):  # a custom one, which alone knows the number of machines
         service.refuse_uneven(machines)
     ranks, product = machines * service.processes, math.prod(config.train.parallelism.values())
     if service.data_parallel_replicate > 1 and ranks % product:
@@ -698,7 +709,7 @@ def _distribution(config: RunConfig) -> None:
 
 
 def _reached_by_pods(config: RunConfig, setting: str, servers: Mapping[str, str | None]) -> None:
-    """Refuse an engine, or one of `servers` (URL by key), where the pods that `setting` asks for do not reach it.
+    """Refuse an engine, or one of `servers` (URL by key), that the pods of `setting` cannot reach.
 
     Raises:
         ValueError: names the key, its value and the remedy.
@@ -729,7 +740,7 @@ def _is_loopback(url: str) -> bool:
 
 
 DEFAULT_CORRECTION = "tis"
-"""What corrects where staleness is possible and nothing was chosen: truncated importance sampling, which drops no token."""
+"""Default correction for possible staleness: truncated importance sampling, which drops no token."""
 _WIDEST_ROUNDING = 1.05
 """Upper bounds of a sequence's mean ratio below this are meant for rounding, not for other weights."""
 
@@ -738,14 +749,14 @@ def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[str]:
     """Everything that cannot be right of a run's configuration under this asynchrony; empty with staleness 0."""
     if asynchrony.staleness == 0:
         return []
-    found = unsound_for_old_samples(config.train.algorithm, f"asynchrony.staleness is {asynchrony.staleness}, and ")
+    problems = unsound_for_old_samples(config.train.algorithm, f"asynchrony.staleness is {asynchrony.staleness}, and ")
     if config.rollout.dynamic_sampling is not None and asynchrony.window > 1:
-        found.append(
+        problems.append(
             f"rollout.dynamic_sampling is set: asynchrony.window is {asynchrony.window}, so that a step takes groups before "
             "slower ones of their round are complete, and whether a round has enough groups with spread is known only then. "
             "Unset it, or set asynchrony.mode to batch-async or fully-async and window to 1."
         )
-    return found
+    return problems
 
 
 def refuse_unsound(asynchrony: Asynchrony, config: RunConfig) -> None:
@@ -754,8 +765,8 @@ def refuse_unsound(asynchrony: Asynchrony, config: RunConfig) -> None:
     Raises:
         ConfigError: names each key, its value and what to set instead.
     """
-    if found := unsound(asynchrony, config):
-        lines = "\n".join(f"  {item}" for item in found)
+    if problems := unsound(asynchrony, config):
+        lines = "\n".join(f"  {item}" for item in problems)
         raise ConfigError(
             f"Rollouts may be {asynchrony.staleness} versions old. These settings cannot be right then:\n{lines}"
         )
@@ -770,44 +781,47 @@ def with_correction(asynchrony: Asynchrony, config: RunConfig) -> RunConfig:
     chosen = "mismatch_correction" in algorithm.model_fields_set
     if asynchrony.staleness == 0 or not isinstance(algorithm, PolicyGradient) or chosen:
         return config
-    if algorithm.mismatch_correction != "none":
+    if algorithm.mismatch_correction not in UNCORRECTED:
         return config
     corrected = algorithm.model_copy(update={"mismatch_correction": DEFAULT_CORRECTION})
     return config.model_copy(update={"train": config.train.model_copy(update={"algorithm": corrected})})
 
 
 def unsound_for_old_samples(algorithm: TokenLoss | Any, because: str = "") -> list[str]:
-    """What of an algorithm cannot be right for tokens that another policy sampled: key, value, reason and remedy a line.
+    """Return the settings of an algorithm that are wrong for tokens of another policy: key, value, reason and remedy
+    per line.
 
     Cross-entropy learns from chosen rollouts of any policy.
 
     Args:
-        because: why another policy sampled, as the beginning of the reason.
+        because: reason why another policy sampled, as the beginning of the line.
     """
     if not isinstance(algorithm, TokenLoss):
         return []
-    found = []
+    problems = []
     if isinstance(algorithm, PolicyGradient):
         correction, bounds = algorithm.mismatch_correction, algorithm.bounds
-        if correction == "none":
-            found.append(
-                f"train.algorithm.mismatch_correction is none: {because}nothing corrects for the policy that sampled the "
-                f"tokens. Set it to {DEFAULT_CORRECTION} (or icepop, which drops tokens instead of bounding their weight)."
+        if correction in UNCORRECTED:
+            some = "nothing" if correction == "none" else "not every sequence"
+            problems.append(
+                f"train.algorithm.mismatch_correction is {correction}: {because}{some} is corrected for the policy that "
+                f"sampled the tokens. Set it to {DEFAULT_CORRECTION} (or icepop, which drops tokens instead of bounding their "
+                "weight)."
             )
         elif correction == "seq-mask-tis" and bounds[1] < _WIDEST_ROUNDING:
-            found.append(
+            problems.append(
                 f"train.algorithm.mismatch_bounds is {list(bounds)}: {because}bounds so close to 1 are for rounding between "
                 "engine and trainer, and would mask nearly every sequence of another policy. Set them, [0.8, 1.25] for "
                 f"example, or mismatch_correction to {DEFAULT_CORRECTION}."
             )
         if algorithm.importance_ratio == "on_policy":
-            found.append(
+            problems.append(
                 f"train.algorithm.importance_ratio is on_policy: {because}it says that the policy that trains has sampled. Set "
                 "it to token."
             )
     if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
-        found.append(
+        problems.append(
             f"train.algorithm.kl_importance_weighting is False: {because}the KL term's tokens were sampled by another policy, "
             "so its estimate is biased. Set it to true, or kl_coefficient to 0."
         )
-    return found
+    return problems

@@ -1,13 +1,14 @@
 """`prefect.yaml` and the work pool's base job template, as `roundhouse deploy` reads them.
 
-Invariant: what is read here can be registered: every job variable is one of the template's and of its type, every schedule has
-a name. Both files are Prefect's own formats.
+Invariant: parsed files can be registered: every job variable is one of the template's and of its type, every schedule
+has a name. Both files have Prefect's formats.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from roundhouse.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]{0,99}$")]
 Settings = dict[str, Any]
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 class _Entry(BaseModel):
@@ -39,7 +41,7 @@ class ScheduleEntry(_Entry):
 
 
 class WorkPoolEntry(_Entry):
-    """Where a deployment's flow runs become pods."""
+    """Work pool in which a deployment's flow runs become pods."""
 
     name: Name
     work_queue_name: str | None = None
@@ -51,7 +53,7 @@ class DeploymentEntry(_Entry):
 
     name: Name
     entrypoint: str
-    """Module and function: flows.deployments.train."""
+    """Module and function: roundhouse_flows.deployments.train."""
     work_pool: WorkPoolEntry
     description: str | None = None
     parameters: Settings = Field(default_factory=dict)
@@ -60,10 +62,10 @@ class DeploymentEntry(_Entry):
     concurrency_limit: PositiveInt | None = None
 
     def flow(self) -> Any:
-        """The flow itself.
+        """Return the flow.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: the flow does not exist.
         """
         module, _, function = self.entrypoint.rpartition(".")
         try:
@@ -71,7 +73,7 @@ class DeploymentEntry(_Entry):
         except (ImportError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"deployments.{self.name}.entrypoint {self.entrypoint!r}: {error}. Name module and function, such as "
-                "flows.deployments.train."
+                "roundhouse_flows.deployments.train."
             ) from error
 
 
@@ -93,6 +95,24 @@ class JobTemplate(_Entry):
 
     job_configuration: Settings
     variables: Settings
+
+    def in_namespace(self, namespace: str) -> JobTemplate:
+        """Return the template with another default of its variable `namespace`.
+
+        Raises:
+            ConfigError: it has no such variable, or the name is not one of a namespace.
+        """
+        if not _NAMESPACE.fullmatch(namespace):
+            raise ConfigError(
+                f"--namespace {namespace!r}: a name has 1 to 63 lower-case letters, digits and inner hyphens."
+            )
+        properties = self.variables["properties"]
+        if "namespace" not in properties:
+            raise ConfigError(
+                "--namespace: the job template has no variable `namespace`. Add it, or leave the option out."
+            )
+        changed = properties | {"namespace": properties["namespace"] | {"default": namespace}}
+        return self.model_copy(update={"variables": self.variables | {"properties": changed}})
 
     def refuse_unknown(self, variables: Mapping[str, Any], where: str) -> None:
         """Raises:
@@ -120,25 +140,27 @@ def read_deployments(file: Path, template: JobTemplate) -> DeploymentsFile:
     ConfigError: the file is missing or wrong; it names file, key and value.
     """
     try:
-        found = DeploymentsFile.model_validate(_yaml(file))
+        deployments = DeploymentsFile.model_validate(_yaml(file))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{file}: {key}: {first['msg']} (it is {str(first['input'])[:100]!r}).") from None
-    names = [entry.name for entry in found.deployments]
+    names = [entry.name for entry in deployments.deployments]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{file}: two deployments are called {twice[0]!r}. Give one another name.")
-    for entry in found.deployments:
+    for entry in deployments.deployments:
         template.refuse_unknown(entry.work_pool.job_variables, f"{file}: {entry.name}.work_pool.job_variables")
         slugs = [schedule.slug for schedule in entry.schedules]
         if len(set(slugs)) != len(slugs):
             raise ConfigError(f"{file}: {entry.name} has two schedules of one slug: {slugs}.")
-    return found
+    return deployments
 
 
 def read_template(file: Path) -> JobTemplate:
-    """Raises:
-    ConfigError: the file is missing, or is no base job template.
+    """Read a base job template.
+
+    Raises:
+        ConfigError: the file is missing, or is not a base job template.
     """
     try:
         return JobTemplate.model_validate(_yaml(file))

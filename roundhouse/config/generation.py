@@ -1,38 +1,39 @@
 """The inference engine, how tokens are drawn, and how new weights reach it from a checkpoint.
 
-Invariant: only this module knows a weight transport by name. Everything else takes its class from `TRANSPORTS`, or from the
-`module:Class` that the configuration names, and asks the class.
+Invariant: a weight transport is known by its plug-in alone, or by the `module:Class` that the configuration names; all else
+asks the class.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from roundhouse import plugins
 from roundhouse.config.secrets import Parameters, VariableName
-from roundhouse.config.section import Fraction, Operational, PositiveFloat, PositiveInt, Section, Target, is_recorded
-from roundhouse.imports import load_class
+from roundhouse.config.section import (
+    Code,
+    Consent,
+    Fraction,
+    Operational,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Target,
+    is_recorded,
+)
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
-TRANSPORTS = {
-    "store": "roundhouse.weight_sync.base:CheckpointTransport",
-    "shared-memory": "roundhouse.weight_sync.shared_memory:SharedMemoryTransport",
-    "delta": "roundhouse.weight_sync.delta:DeltaTransport",
-    "adapter": "roundhouse.weight_sync.adapter:AdapterTransport",
-    "transfer": "roundhouse.weight_sync.transfer:TransferTransport",
-    "trainer": "roundhouse.generation.trainer_engine:TrainersWeights",
-}
-"""Built-in transports: a `roundhouse.weight_sync.base.WeightTransport` by its name."""
 IN_TRAINER = {"trainer": "resident", "tinker": "tinker"}
 """Backends that draw from the trainer's own weights, and the `train.service.kind` that each is part of."""
 IN_FLOW = frozenset((*IN_TRAINER, "openai"))
 """Backends whose engine is served by the flow's own process."""
 SAMPLED_BY_REQUEST = frozenset(("vllm", "transformers", *IN_FLOW))
-"""Backends that are told with each request how to draw; one of your own is made for `generation.sampling`."""
+"""Backends that receive the sampling with each request; a custom engine is made for `generation.sampling`."""
 _VLLM_BACKENDS = ("gloo", "nccl")
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
@@ -55,9 +56,9 @@ def _known(argument: Any) -> Any:
             f"generation.transfer_backend to {argument}."
         )
     known_backend(argument)
-    if isinstance(argument, str) and argument not in TRANSPORTS:
+    if isinstance(argument, str) and argument not in (known := plugins.names("weight_transport")):
         raise ValueError(
-            f"there is no transport {argument}; there are {', '.join(TRANSPORTS)}, and kind: custom for one of your own."
+            f"there is no transport {argument}; there are {', '.join(known)}, and kind: custom for one of your own."
         )
     return argument
 
@@ -66,7 +67,7 @@ def known_backend(argument: Any) -> Any:
     """Refuse the backends of vLLM that are not connected here.
 
     Raises:
-        ValueError: says why, and what to set.
+        ValueError: with the reason and the remedy.
     """
     if argument in _REFUSED_BACKENDS:
         why = (
@@ -81,8 +82,12 @@ def known_backend(argument: Any) -> Any:
     return argument
 
 
+def _list_transports(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(plugins.names("weight_transport"))
+
+
 WeightSync = Annotated[
-    Annotated[str, Field(json_schema_extra={"enum": list(TRANSPORTS)})] | CustomWeightSync, BeforeValidator(_known)
+    Annotated[str, Field(json_schema_extra=_list_transports)] | CustomWeightSync, BeforeValidator(_known)
 ]
 
 
@@ -93,9 +98,11 @@ def check_transport(config: RunConfig) -> None:
     Raises:
         ValueError: names key, value and remedy.
     """
-    chosen = config.generation.weight_sync
+    chosen, backend = config.generation.weight_sync, config.generation.backend
+    if chosen == "trainer" and backend in IN_TRAINER:
+        return  # it works there, and importing it takes seconds
     if isinstance(chosen, str):
-        transport: Any = load_class(TRANSPORTS[chosen], object, "generation.weight_sync")
+        transport: Any = plugins.factory("weight_transport", chosen)
         transport(Section(), chosen).check(config)
 
 
@@ -136,7 +143,7 @@ _OWN_ARGUMENTS = {
 
 
 class Sampling(Section):
-    """How tokens are drawn."""
+    """Sampling of tokens."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     """0 means greedy."""
@@ -152,7 +159,8 @@ class MegatronCoreGeneration(Section):
     buffer_size_gb: PositiveFloat = 20
     """Keys and values of the requests that are answered together, in GiB: more pulls in more requests at once."""
     buffer_guaranteed_fraction: Fraction | None = None
-    """Refused, as it needs megatron-core (whose default is 0.1): here a request has all of its memory from the beginning."""
+    """Refused, because it needs megatron-core (whose default is 0.1): here a request has all of its memory from the
+    beginning."""
     num_cuda_graphs: Annotated[int, Field(ge=0)] | None = None
     """Refused, as it needs megatron-core and CUDA (its default is 16)."""
     max_tokens: PositiveInt = 16384
@@ -166,47 +174,71 @@ class MegatronCoreGeneration(Section):
         return self
 
 
-class Endpoint(Section):
-    """A server that runs already, and what it can do."""
+def _known_endpoint(kind: str) -> str:
+    if kind not in (known := plugins.names("endpoint")):
+        raise ValueError(f"there is no kind {kind} of endpoint; there are {', '.join(known)}.")
+    return kind
 
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+
+def training_endpoints() -> list[str]:
+    """Return the kinds of endpoint that return token IDs with log-probabilities."""
+    return [kind for kind in plugins.names("endpoint") if kind != "text"]
+
+
+def weight_updates() -> list[str]:
+    """Return the methods to load new weights into a running server."""
+    return ["vllm" if kind == "tokens" else kind for kind in training_endpoints()]
+
+
+def _list_endpoints(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(plugins.names("endpoint"))
+
+
+class Endpoint(Section):
+    """A running server, and its abilities."""
+
+    url: Code[Annotated[str, Field(pattern=r"^https?://\S+$")]]
     """Its base URL, without /v1."""
     model: str
     """The name that it serves the policy by."""
-    kind: Literal["tokens", "sglang", "text"] = "tokens"
-    """What is asked of it. tokens: OpenAI's completions from token IDs, with the token IDs of the answer and their
-    log-probabilities, as vLLM's server returns them. sglang: the same by SGLang's /generate. text: OpenAI's completions of
-    plain text, from any server; without log-probabilities it serves evaluations and collections, no training."""
+    kind: Annotated[str, AfterValidator(_known_endpoint), Field(json_schema_extra=_list_endpoints)] = "tokens"
+    """Protocol of the server. tokens: OpenAI's completions from token IDs, with the answer's token IDs and their
+    log-probabilities, as vLLM's server returns them. sglang: the same by SGLang's /generate. text: OpenAI's
+    completions of plain text, from any server; without log-probabilities it serves evaluations and collections, not
+    training."""
     api_key_variable: VariableName | None = None
     """Environment variable that holds its key."""
-    weight_update: Literal["vllm", "sglang"] | None = None
-    """How it takes new weights: it loads the checkpoint's directory, which it sees at the same path. vllm: it proves that it
-    computes with them, as vLLM's server with VLLM_SERVER_DEV_MODE=1 and
-    `--worker-extension-cls roundhouse.generation.vllm_worker.RefitExtension`. sglang: by /update_weights_from_disk; the server
-    names the version in every answer, and only `validation.recompute_tolerance` holds its log-probabilities against the
-    weights. Unset: it holds the policy that `policy` names, and serves evaluations of that and collections with it, no
-    training."""
+    weight_update: str | None = None
+    """Method to load new weights from the checkpoint's directory, which the server sees at the same path. vllm: it
+    proves that it computes with them, as vLLM's server with VLLM_SERVER_DEV_MODE=1 and `--worker-extension-cls
+    roundhouse.generation.vllm_worker.RefitExtension`. sglang: by /update_weights_from_disk; the server names the
+    version in every answer, and only `validation.recompute_tolerance` compares its log-probabilities with the
+    weights. Unset: it holds the policy of `policy`, and serves its evaluations and collections, not training."""
 
     @model_validator(mode="after")
     def _update_of_its_kind(self) -> Self:
-        needed = {"vllm": "tokens", "sglang": "sglang"}
-        if self.weight_update is not None and self.kind != needed[self.weight_update]:
+        if self.weight_update in (None, {"tokens": "vllm", "text": None}.get(self.kind, self.kind)):
+            return self
+        needed = {"vllm": "tokens"}.get(self.weight_update, self.weight_update)
+        if needed in ("text", self.kind) or needed not in plugins.names("endpoint"):
             raise ValueError(
-                f"endpoint.weight_update is {self.weight_update}, but endpoint.kind is {self.kind}. Set kind to "
-                f"{needed[self.weight_update]}, or leave weight_update out."
+                f"endpoint.weight_update is {self.weight_update}. Set it to {' or '.join(weight_updates())}, or leave it out."
             )
-        return self
+        raise ValueError(
+            f"endpoint.weight_update is {self.weight_update}, but endpoint.kind is {self.kind}. Set kind to {needed}, or leave "
+            "weight_update out."
+        )
 
 
 class GenerationConfig(Section):
     """The inference engine and how it is served."""
 
-    backend: str = "vllm"
-    """vllm, transformers, or an engine of your own: `module:Class` of a `roundhouse.generation.interface.GenerationInterface`
-    (`generate`, `prepare_for_generation`, `finish_generation`), or the name of an entry point `roundhouse.backends`. Or the
-    trainer itself, whose weights are then never published to an engine or loaded twice: trainer, in the flow's process
-    (`train.service.kind: resident`), or tinker, at the service that trains (`train.service.kind: tinker`). Or openai: a server
-    that runs already, `endpoint`."""
+    backend: Annotated[str, Consent("code", SAMPLED_BY_REQUEST, role="engine")] = "vllm"
+    """vllm, transformers, or a custom engine: `module:Class` of a `roundhouse.generation.interface.GenerationInterface`
+    (`generate`, `prepare_for_generation`, `finish_generation`), or an engine of an installed plug-in by its name.
+    Or the trainer itself, so that weights are neither published nor loaded twice: trainer, in the flow's process
+    (`train.service.kind: resident`), or tinker, at the training service (`train.service.kind: tinker`). Or openai: a
+    running server, `endpoint`."""
     endpoint: Endpoint | None = None
     """The server of `backend: openai`."""
     replicas: Operational[PositiveInt] = 1
@@ -215,7 +247,11 @@ class GenerationConfig(Section):
     """Prompt and generation together, in tokens."""
     sampling: Sampling = Sampling()
     tool_call_parser: str = "hermes"
-    """vLLM's name of the parser that turns text into tool calls. The transformers backend has hermes alone."""
+    """The parser that turns text into tool calls: hermes, which is the same for every engine, or another of vLLM's by its name
+    (`backend: vllm` alone). Calls in the policy's thought are drafts with either."""
+    template_date: date | None = None
+    """The day that a chat template writes as today (`strftime_now`), as 2026-11-28. Unset: the day of each rendering, so
+    prompts change at midnight; a run with such a template reports that."""
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
     """CPU threads of a replica without a GPU; 0 takes one for a model below ten million parameters, else all cores."""
     kv_cache_gib: Operational[PositiveFloat] = 0.5
@@ -225,11 +261,11 @@ class GenerationConfig(Section):
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
     engine_args: Parameters = Field(default_factory=dict)
-    """More arguments of vLLM's engine, by their names, but none that loads code or replaces what a run depends on. The backends
-    transformers and trainer know `max_num_seqs`."""
+    """More arguments of vLLM's engine by name, except those that load code or replace settings that a run depends on.
+    The backends transformers and trainer accept `max_num_seqs`."""
     mcore_generation_config: MegatronCoreGeneration | None = None
-    """How many requests `backend: trainer` answers together, by NeMo RL's names. Unset: 64."""
-    engine_url: Operational[str | None] = None
+    """Number of requests that `backend: trainer` answers together, by NeMo RL's names. Unset: 64."""
+    engine_url: Operational[Code[str | None]] = None
     """Base URL of an engine that runs already (`python -m roundhouse.generation.standalone`). Unset: on Ray Serve."""
     start_timeout_seconds: Operational[PositiveFloat] = 300
     """Time limit for the deployment to become ready."""
@@ -238,24 +274,24 @@ class GenerationConfig(Section):
     refit_timeout_seconds: Operational[PositiveFloat] = 120
     """Time limit until all replicas answer with the new policy version."""
     weight_sync: Operational[WeightSync] = "store"
-    """The weight transport: how new weights reach the engine's replicas. store: every node reads the checkpoint. shared-memory:
-    put once into this node's memory, as the engine holds them; replicas must be on it. delta: what changed since the version
-    that the replicas hold, exact. adapter: the adapter of `train.lora` alone. transfer: from the trainer that holds them, else
-    from the flow's process, straight into the engines. trainer: they stay in the trainer, which generates (`backend: trainer`
-    or `tinker` alone). Or one of your own (`kind: custom`). Where it is unavailable (a replica that has just started), the
-    checkpoint is read."""
+    """The weight transport, from the trainer to the engine's replicas. store: every node reads the checkpoint.
+    shared-memory: copied once into this node's memory, in the engine's format; replicas must be on this node. delta:
+    the change since the version that the replicas hold, exact. adapter: only the adapter of `train.lora`. transfer:
+    from the trainer that holds them, else from the flow's process, straight into the engines. trainer: they stay in
+    the trainer, which generates (only `backend: trainer` or `tinker`). Or a custom one (`kind: custom`). If it is
+    unavailable (a replica that has just started), the checkpoint is read."""
     transfer_backend: Operational[Annotated[TransferBackend, BeforeValidator(known_backend)]] = "gloo"
     """vLLM's weight-transfer engine for `weight_sync: transfer`. gloo: over TCP, from any process into any engine. nccl:
     between GPUs; the process that sends needs one, and so do the engines."""
     weights_cache_gib: Operational[PositiveFloat] = 32
-    """Bound of a node's cache of weights, in GiB, beyond what is in use."""
+    """Size limit of a node's weight cache in GiB, in addition to entries in use."""
     inflight_requests: InflightRequests | None = None
-    """What a refit does with requests in flight. drain: waits for them. continue: they resume with the new weights, and
-    both versions are recorded. restart: they begin again on the new weights. Unset: drain, or continue where
+    """Treatment of requests in flight at a refit. drain: wait for them. continue: they resume with the new weights, and
+    both versions are recorded. restart: they restart on the new weights. Unset: drain, or continue if
     `asynchrony.refit` is in-flight and `asynchrony.staleness` above 0."""
     keep_prefix_cache: bool = False
-    """Keys and values that the old weights computed stay in use after a refit: cheaper, and no longer what the new weights
-    would compute, so log-probabilities differ from the trainer's."""
+    """Keep keys and values of the old weights in use after a refit: cheaper, but the new weights would compute others,
+    so log-probabilities differ from the trainer's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -275,7 +311,7 @@ class GenerationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _weights_stay(cls, tree: Any) -> Any:
-        """Where the trainer generates, its weights have no way to go."""
+        """Refuse a transport if the trainer generates, because weights do not move."""
         if not isinstance(tree, dict) or tree.get("backend") not in IN_TRAINER:
             return tree
         return {"weight_sync": "trainer"} | tree
@@ -291,19 +327,26 @@ class GenerationConfig(Section):
         named = {"hf": "transformers"}.get(backend, backend)
         if ":" in named or named in SAMPLED_BY_REQUEST:
             return named
-        entries = {point.name for point in entry_points(group="roundhouse.backends")}  # reads every package's metadata
-        if named not in entries:
-            there = ", ".join(["vllm", "transformers", "openai", *IN_TRAINER, *sorted(entries)])
+        if named not in (engines := plugins.names("engine")):
+            there = ", ".join([*engines, "openai", *IN_TRAINER])
             raise ValueError(f"there is no backend {backend}; there are {there}, and module:Class for one of your own.")
         return named
+
+    def refuse_arguments(self) -> None:
+        """Refuse arguments of the engine that load code or that the configuration sets elsewhere.
+
+        Raises:
+            ValueError: names the argument and the remedy.
+        """
+        for name, value in self.engine_args.items():
+            if (why := _unfit_argument(name, value, self.backend)) is not None:
+                raise ValueError(f"engine_args.{name}: {why}")
 
     @model_validator(mode="after")
     def _arguments(self, info: ValidationInfo) -> Self:
         if is_recorded(info):
             return self
-        for name, value in self.engine_args.items():
-            if (why := _unfit_argument(name, value, self.backend)) is not None:
-                raise ValueError(f"engine_args.{name}: {why}")
+        self.refuse_arguments()
         if (self.backend == "openai") != (self.endpoint is not None):
             given = "not given" if self.endpoint is None else "given"
             raise ValueError(
@@ -319,7 +362,7 @@ class GenerationConfig(Section):
 
 
 def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
-    """Why an argument of the engine is refused; None where it is not."""
+    """Return the reason why an argument of the engine is refused, or None."""
     if ":" in backend:
         return "an engine of your own has none. Leave it out."
     if backend in ("transformers", "trainer"):
@@ -339,12 +382,12 @@ def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
 
 
 def inflight_requests(config: RunConfig) -> InflightRequests:
-    """What a refit of this run does with running generations."""
+    """Return the treatment of running generations at this run's refits."""
     if config.generation.inflight_requests is not None:
         return config.generation.inflight_requests
     return "continue" if refits_in_flight(config) else "drain"
 
 
 def refits_in_flight(config: RunConfig) -> bool:
-    """Whether weights are exchanged while requests are in flight."""
+    """Return whether weights change while requests are in flight."""
     return config.asynchrony.staleness > 0 and config.asynchrony.refit == "in-flight"

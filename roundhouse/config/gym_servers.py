@@ -1,8 +1,8 @@
 """Our agent server, resources server and model server as instances of a NeMo Gym configuration.
 
-Invariants: every wait, retry and record has a limit. Unknown fields are refused, except those that NeMo Gym adds to every
-server (`INSTANCE_FIELDS`): one configuration serves both. Secrets (`api_key`, header values, `capture_token`) are not shown
-when the configuration is printed. The model server has the field names of NeMo Gym's `vllm_model`.
+Invariants: every wait, retry and record has a limit. Unknown fields are refused, except those that NeMo Gym adds to
+every server (`INSTANCE_FIELDS`), so one configuration serves both. Secrets (`api_key`, header values, `capture_token`)
+are hidden when the configuration is printed. The model server has the field names of NeMo Gym's `vllm_model`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INSTANCE_FIELDS = frozenset(
         "value",
     }
 )
-"""Fields of an instance that say where it runs and what the catalogue shows, not how it works."""
+"""Fields of an instance about its place and its entry in the catalogue."""
 
 
 class ServerReference(Section):
@@ -47,11 +47,11 @@ class AgentServerConfig(Section):
     resources_server: ServerReference
     """The environment that it plays."""
     model_server: ServerReference
-    """Who answers for the policy."""
+    """Model server that answers as the policy."""
     protocol: Literal["tools", "gymnasium"] = "tools"
-    """How the resources server is played: /seed_session, /<tool>, /verify, or /reset, /step, /close."""
+    """Protocol of the resources server: /seed_session, /<tool>, /verify, or /reset, /step, /close."""
     model_route: Literal["chat", "responses"] = "chat"
-    """How the model server is asked: /v1/chat/completions or /v1/responses."""
+    """Route of the model server: /v1/chat/completions or /v1/responses."""
     max_steps: PositiveInt | None = None
     """Model calls of a rollout; unset: as many as the time limit allows."""
     max_tokens: PositiveInt | None = None
@@ -65,10 +65,10 @@ class AgentServerConfig(Section):
     parallel_tool_calls: bool = False
     """Run the tool calls of one reply at the same time."""
     first_turn_overflow: Literal["judged", "failed"] = "judged"
-    """A task that does not fit the model's context. judged: it is an empty, incomplete reply, and the verifier says what that
-    is worth, as with NeMo Gym's agent. failed: the row is a failure (`context_overflow`), without a reward."""
+    """Treatment of a task that does not fit the model's context. judged: it is an empty, incomplete reply that the
+    verifier judges, as with NeMo Gym's agent. failed: the row fails (`context_overflow`), without a reward."""
     close_route: str | None = None
-    """Route of the resources server that ends a session, where it does not offer one by itself."""
+    """Route of the resources server that ends a session, if it does not offer one by itself."""
     skip_verification: bool = False
     """Do not ask the verifier: every rollout gets `skip_verification_reward`."""
     skip_verification_reward: float = 0.0
@@ -77,8 +77,8 @@ class AgentServerConfig(Section):
 
     @model_validator(mode="after")
     def _fitting_servers(self) -> Self:
-        wanted = {"resources_server": "resources_servers", "model_server": "responses_api_models"}
-        for key, kind in wanted.items():
+        kinds = {"resources_server": "resources_servers", "model_server": "responses_api_models"}
+        for key, kind in kinds.items():
             reference: ServerReference = getattr(self, key)
             if reference.type != kind:
                 raise ValueError(
@@ -88,10 +88,10 @@ class AgentServerConfig(Section):
 
 
 class EnvironmentServerConfig(Section):
-    """The resources server (`resources_servers: roundhouse_environment`) of an environment of ours."""
+    """The resources server (`resources_servers: roundhouse_environment`) of one of our environments."""
 
     environment: EnvironmentConfig
-    """As in a run's configuration: a kind and its parameters."""
+    """Environment as in a run's configuration: a kind and its parameters."""
     expose_tools_over_mcp: bool = False
     """Serve the tools over MCP too, at /mcp, for agents that speak it."""
 
@@ -114,7 +114,7 @@ class ModelServerConfig(Section):
     api_key: SecretStr = SecretStr("")
     """Sent to the engines as a bearer token; empty sends none."""
     model: str = "policy"
-    """Name of the model at the engines; what callers name is replaced by it."""
+    """Name of the model at the engines, which replaces the callers' name."""
     return_token_id_information: bool = True
     """Ask the engines for token IDs and log-probabilities, and put them on the replies' last items."""
     request_prompt_and_generation_token_ids: bool = False
@@ -122,17 +122,18 @@ class ModelServerConfig(Section):
     uses_reasoning_parser: bool = True
     """The engine or the model separates reasoning: think blocks become reasoning items and are cut out of the history."""
     uses_interleaved_reasoning: bool = True
-    """Send the history's reasoning to the engine in fields of its own (`reasoning_content` and `reasoning`)."""
+    """Send the history's reasoning to the engine in separate fields (`reasoning_content` and `reasoning`)."""
     preserve_reasoning_in_assistant_content: bool = False
     """Leave think blocks in the history's content."""
     replace_developer_role_with_system: bool = False
     """Send developer messages as system messages."""
     sequential_reasoning_allowed: bool = True
-    """False: a conversation whose last assistant turn held reasoning only ends with content_filter, unasked."""
+    """False: a conversation whose last assistant turn held only reasoning ends with content_filter, without a
+    request."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template; those in a request's metadata win."""
     sampling_overrides: dict[str, Any] | None = None
-    """Sampling parameters that every engine call gets, whatever the caller and `extra_body` say."""
+    """Sampling parameters of every engine call, with precedence over the caller and `extra_body`."""
     extra_body: dict[str, Any] | None = None
     """More fields of the engine call; those in a request's metadata win, and the request's own fields win over both."""
     default_headers: Annotated[dict[str, str], Field(repr=False)] = Field(default_factory=dict)
@@ -155,17 +156,17 @@ class ModelServerConfig(Section):
     max_attempts: PositiveInt = 4
     """Engine calls for one request at most; only calls that an engine cannot have answered are repeated."""
     outage_wait_seconds: Annotated[float, Field(ge=0)] = 5
-    """How long a request waits for an engine to come back when all are out, before it is answered 503."""
+    """Time that a request waits for an engine if all are down, before it is answered 503."""
     health_check_seconds: PositiveFloat = 2
     """Pause between health checks of an engine (GET /health)."""
     max_sessions: PositiveInt = 100_000
     """Sessions whose engine is remembered; the longest unused is forgotten first."""
 
     capture_all: bool = False
-    """Record the token IDs of every call under /ng-rollout/<id>, not only of those that ask for it in their path."""
+    """Record the token IDs of every call under /ng-rollout/<id>, not only of those that request it in their path."""
     capture_continues: bool = True
-    """Give the engine the recorded tokens of a captured rollout's history where the agent repeats it word for word, so that the
-    next prompt continues them exactly although the agent echoes no token IDs."""
+    """Send the engine the recorded tokens of a captured rollout's history if the agent repeats it word for word, so
+    that the next prompt continues them exactly although the agent echoes no token IDs."""
     capture_token: SecretStr | None = None
     """Bearer token that GET and DELETE /captures want. Unset: they answer callers on this machine only."""
     capture_max_calls: PositiveInt = 100_000

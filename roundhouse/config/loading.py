@@ -1,20 +1,20 @@
-"""From a YAML file and `--set` overrides to a `RunConfig`, or to an error that says what to change.
+"""From a YAML file and `--set` overrides to a `RunConfig`, or to an error with its remedy.
 
-Invariant: what comes out is complete and typed; nothing that the file or the command line said was ignored.
-Precedence: defaults < file < overrides, the later the stronger; the default of `store` is ROUNDHOUSE_STORE, where that is set.
-`${VAR}` and `${VAR:-default}` in the file are taken from the environment; `${CONFIG_DIR}` is the file's own directory.
+Invariant: the result is complete and typed; no part of the file or the command line is ignored. Precedence: defaults <
+file < overrides; the default of `store` is ROUNDHOUSE_STORE, if that is set. `${VAR}` and `${VAR:-default}` in the file
+come from the environment; `${CONFIG_DIR}` is the file's own directory.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +22,85 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from roundhouse.config.checks import refuse_unsound, with_correction
-from roundhouse.config.kubernetes import CollectorPods, GymPods, TrainerPods
+from roundhouse.config.defaults import with_default_rates
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.models import RunConfig
-from roundhouse.config.operations import SINKS
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
-from roundhouse.config.section import LAUNCHERS, RECORDED, operational_keys
+from roundhouse.config.section import RECORDED, operational_keys
 from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
+from roundhouse.imports import load_function
+from roundhouse.shipped import shipped
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """Read a configuration file and apply overrides such as `train.optimizer.learning_rate=3e-4`.
 
+    Args:
+        path: if it does not exist, the file of that name that comes with Roundhouse is read (`shipped`).
+
     Raises:
         ConfigError: unreadable file, unknown key, impossible value or combination.
     """
-    file = Path(path)
+    file = shipped(path)
     if not file.is_file():
-        near = sorted(str(p) for p in Path("configs").glob("*.yaml")) if Path("configs").is_dir() else []
+        inside = sorted(str(place) for place in file.glob("*.yaml")) if file.is_dir() else []
+        near = inside or sorted(f"configs/{place.name}" for place in shipped("configs").glob("*.yaml"))
         hint = f" There are: {', '.join(near)}." if near else ""
         raise ConfigError(f"No configuration file {file}.{hint}")
     tree = read_yaml(file, lambda name, default: _variable(name, default, file)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}, not a mapping of keys.")
+    return load_tree(tree, overrides, str(file))
+
+
+def load_tree(tree: dict[str, Any], overrides: typing.Sequence[str], origin: str) -> RunConfig:
+    """Return the configuration of plain keys, with overrides and the store of ROUNDHOUSE_STORE; it changes `tree`.
+
+    Raises:
+        ConfigError: unknown key, impossible value or combination.
+    """
     if store := os.environ.get("ROUNDHOUSE_STORE"):
         tree.setdefault("store", store)
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree, origin=str(file))
+    return parse_config(tree, origin=origin)
+
+
+FOREIGN = (
+    "roundhouse.compat.nexrl.configuration:translate_configuration",
+    "roundhouse.compat.nemo_rl.configuration:translate_configuration",
+)
+"""Functions of (tree, origin) that return the configuration of another system in the keys of this one, or None."""
+
+
+def _translated(tree: dict[str, Any], origin: str) -> dict[str, Any] | None:
+    """Return a configuration of another system in the keys of this one; None if it is not one.
+
+    Raises:
+        ConfigError: lists the keys without a counterpart.
+    """
+    if not importlib.util.find_spec("roundhouse.compat"):
+        return None
+    translators = (load_function(target, "a configuration's translator") for target in FOREIGN)
+    trees = (translate(tree, origin) for translate in translators)
+    return next((translated for translated in trees if translated is not None and translated != tree), None)
 
 
 def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, recorded: bool = False) -> RunConfig:
-    """Validate a plain tree of keys; `recorded` where it is read to look at what a run was (`section.RECORDED`)."""
+    """Validate a plain tree of keys; `recorded` to read the record of a run (`section.RECORDED`)."""
     if renamed := renamed_in(tree):
         raise ConfigError(f"{origin}:\n" + "\n".join(f"  {masked_text(each)}." for each in renamed))
     try:
         config = RunConfig.model_validate(tree, context=RECORDED if recorded else None)
     except ValidationError as error:
+        if (translated := _translated(tree, origin)) is not None:
+            return parse_config(translated, origin, recorded=recorded)
         raise ConfigError(f"{origin}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
     config = with_correction(config.asynchrony, config)
     refuse_unsound(config.asynchrony, config)
-    return config
+    return with_default_rates(config)
 
 
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -88,7 +125,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {override!r}: the value is no YAML: {error}") from error
-    # YAML 1.1 reads 3e-4 as text because it has no dot; people mean the number. In quotes it is text.
+    # YAML 1.1 reads 3e-4 as text because it has no dot; users mean the number. In quotes it is text.
     node[leaf] = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(text.strip()) else value
 
 
@@ -98,7 +135,7 @@ def config_digest(config: BaseModel) -> str:
 
 
 def digest_of_tree(tree: dict[str, Any]) -> str:
-    """As `config_digest`, of a configuration as it was written down: keys that came later take no part."""
+    """Return `config_digest` of a recorded configuration: later keys do not count."""
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -109,7 +146,7 @@ def config_yaml(config: BaseModel) -> str:
 
 
 def differences(old: BaseModel, new: BaseModel) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with (old, new)."""
+    """Return dotted keys with different values, with (old, new)."""
     flat_old, flat_new = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     keys = sorted(flat_old.keys() | flat_new.keys())
     return {key: (flat_old.get(key), flat_new.get(key)) for key in keys if flat_old.get(key) != flat_new.get(key)}
@@ -155,7 +192,7 @@ def _variable(name: str, default: str | None, file: Path) -> str:
 
 
 def _explain(item: Any) -> str:
-    """One validation error as one line: key, value, what is wrong, remedy."""
+    """Return one line for a validation error: key, value, fault, remedy."""
     location = list(item["loc"])
     if item["type"] == "extra_forbidden":
         section, known = _section_at(location[:-1])
@@ -169,14 +206,14 @@ def _explain(item: Any) -> str:
         tag, known = item["ctx"]["tag"], re.findall(r"'([^']+)'", item["ctx"]["expected_tags"])
         near = difflib.get_close_matches(tag, known, n=1)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
-        return f"  {section}.kind: {tag!r} is none.{suggestion} There are: {', '.join(known)}."
+        return f"  {section}.kind: {tag!r} is unknown.{suggestion} There are: {', '.join(known)}."
     message = masked_text(item["msg"].removeprefix("Value error, "))
     if item["type"] == "string_pattern_mismatch":
         message = f"must be {in_words(item['ctx']['pattern'])}"
-    given = (
+    value_text = (
         "" if item["type"] in ("missing", "value_error") else f" (given: {masked(item['input'], str(location[-1]))!r})"
     )
-    return f"  {section or 'configuration'}: {message}{given}"
+    return f"  {section or 'configuration'}: {message}{value_text}"
 
 
 def _section_at(location: list[Any]) -> tuple[str, list[str]]:
@@ -196,7 +233,9 @@ def _section_at(location: list[Any]) -> tuple[str, list[str]]:
             continue
         keys.append(str(part))
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [model for field in fields for model in _models_in(field.annotation)]
+        models = [
+            model for field in fields for each in (field.annotation, *field.metadata) for model in models_in(each)
+        ]
         named = any(typing.get_origin(field.annotation) is dict for field in fields)
     return ".".join(keys), sorted({name for model in models for name in model.model_fields})
 
@@ -207,68 +246,12 @@ def _tag(model: type[BaseModel]) -> Any:
     return choices[0] if choices else None
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type, or a mark of one, consists of."""
+    if isinstance(annotation, Kinds):
+        return list(annotation.sections())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, dict):
-        return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
+        return [model for argument in typing.get_args(annotation) for model in models_in(argument)]
     return []
-
-
-_CODE = re.compile(
-    r"(evaluation\.sets\.\w+\.)?environment\.(environments\.[\w.-]+\.)?(target|worker|evaluator|data_loader|workspace|command|verifier|config_paths|python|parameters\.nexau_agent_(config_path|workspace)|(rubric|audit)\.criteria\.[\w.-]+\.function)|train\.algorithm\.(target|policy_loss)|(train\.service|rollout\.distribution)\.launcher|generation\.weight_sync\.target|generation\.backend|tracking\.sinks|infra\..+\.image"
-)
-_OURS = {
-    None, "vllm", "transformers", "trainer", "tinker", "simple", "agent", "mock", "nexau", "file",
-    "clipped", "cispo", "reinforce", *LAUNCHERS,
-    *(pods.model_fields["image"].default for pods in (TrainerPods, CollectorPods, GymPods)),
-}  # fmt: skip
-"""Values of these keys that name no code but Roundhouse's own."""
-
-
-_SECRET = re.compile(r"(?:(?P<section>.+)\.)?\w*(key|token|secret|password|credential)\w*[._](variable|file)")
-_ENDPOINTS = ("url", "base_url", "head_server", "model_server")
-
-
-def unnamed_code(config: RunConfig, overrides: Iterable[str]) -> dict[str, str]:
-    """Keys of the configuration that name code (classes, files, images), or a secret of this machine and the endpoint that it
-    is sent to, with their values, but for those that `overrides` (`key=value`) give."""
-    given = [override.partition("=")[0].strip() for override in overrides]
-    values = flatten(config.model_dump(mode="json"))
-    found = {
-        key
-        for key, value in values.items()
-        if _CODE.fullmatch(key)
-        and (value not in _OURS if not isinstance(value, list) else key != "tracking.sinks" or {*value} - {*SINKS})
-    }
-    for key, value in values.items():
-        if value is not None and (secret := _SECRET.fullmatch(key)):
-            sent = {f"{secret['section']}.{name}" for name in _ENDPOINTS}
-            there = {endpoint for endpoint in sent if values.get(endpoint) is not None}
-            if there or sent.isdisjoint(values):  # a class of one's own has no endpoint that is known here
-                found |= {key, *there}
-    return {
-        key: str(value)
-        for key, value in values.items()
-        if key in found and not any(key == one or key.startswith(f"{one}.") for one in given)
-    }
-
-
-def refuse_unnamed_code(config: RunConfig, overrides: Iterable[str]) -> None:
-    """Refuse to run what only the store names.
-
-    A person who can write to a store can write a run's run.json. Code that it names is executed, and a secret of this machine
-    sent to an endpoint that it names, only when the person who starts the run has named them too, or trusts the store.
-
-    Raises:
-        ConfigError: with the keys, and how to accept them.
-    """
-    if found := unnamed_code(config, overrides):
-        lines = "\n".join(f"  {key}: {value}" for key, value in found.items())
-        named = " ".join(f"--set {key}={value}" for key, value in found.items())
-        raise ConfigError(
-            f"The store's configuration of run {config.run_id!r} names code that would be executed here, or secrets and where "
-            f"they would be sent:\n{lines}\n"
-            "Whoever can write to the store can have written that. If it is what you expect, say so with --trust-store, or "
-            f"name it yourself: {named}"
-        )

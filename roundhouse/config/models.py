@@ -1,7 +1,7 @@
-"""The typed configuration of a run. Every key a person can set is a field of a section, explained right under it.
+"""The typed configuration of a run. Every key a user can set is a field of a section, explained directly under it.
 
-Unknown keys are refused (see `loading.py`, which names the nearest known one); objects are frozen, so that the digest of a
-run's configuration stays what it was when the run began. One module a section; this one puts them together.
+Unknown keys are refused (see `loading.py`, which names the nearest known one). Objects are frozen, so the digest of a
+run's configuration never changes. Each section has one module; this one combines them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from roundhouse.config.operations import (
     TrackingConfig,
 )
 from roundhouse.config.placement import PlacementConfig
-from roundhouse.config.renamed import from_nemo_rl
 from roundhouse.config.rollout import Asynchrony, OfflineConfig, RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.secrets import refuse_secrets
 from roundhouse.config.section import Operational, PositiveInt, Section, is_recorded
+from roundhouse.config.stages import StagesConfig
 from roundhouse.config.training import (
     BundledPolicy,
     OptimizerConfig,
@@ -81,7 +81,7 @@ __all__ = [
 
 
 def _infra_kind(given: Any) -> str | None:
-    """Local when nothing is said: a section with nothing but `state` means this machine."""
+    """Return local if the section has only `state`: it means this machine."""
     return given.get("kind", "local") if isinstance(given, dict) else getattr(given, "kind", None)
 
 
@@ -100,7 +100,7 @@ class RunConfig(Section):
     iterations: Operational[PositiveInt] = 30
     finish: Operational[FinishConfig] = FinishConfig()
     store: Operational[str] = ".roundhouse/store"
-    """Where everything is kept: a path, file:// or s3://bucket/prefix."""
+    """Location of all data: a path, file:// or s3://bucket/prefix."""
     policy: PolicyConfig = WarmStartPolicy()
     environment: EnvironmentConfig = CalculatorEnvironment()
     generation: GenerationConfig = GenerationConfig()
@@ -108,6 +108,7 @@ class RunConfig(Section):
     asynchrony: Asynchrony = Asynchrony()
     validation: ValidationConfig = ValidationConfig()
     train: TrainConfig = TrainConfig()
+    stages: Operational[StagesConfig] = StagesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     offline: OfflineConfig | None = None
     """Train from collected datasets instead of fresh rollouts (docs/offline-training.md). Unset: from fresh ones."""
@@ -119,11 +120,6 @@ class RunConfig(Section):
     alerts: Operational[AlertsConfig] = AlertsConfig()
     infra: Operational[InfraConfig] = LocalInfra()
     placement: Operational[PlacementConfig] = PlacementConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nemo_rl(cls, tree: Any) -> Any:
-        return from_nemo_rl(tree)
 
     @model_validator(mode="after")
     def _no_secrets(self, info: ValidationInfo) -> RunConfig:

@@ -1,4 +1,5 @@
-"""How a run is operated: evaluation and approval, checkpoints, tracking, cost and budget, failures, alerts, local services."""
+"""Operation of a run: evaluation and approval, checkpoints, tracking, cost and budget, failures, alerts, local
+services."""
 
 from __future__ import annotations
 
@@ -6,23 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from roundhouse import plugins
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.generation import Sampling
-from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, ProperFraction, Section
+from roundhouse.config.section import Code, Consent, Operational, PositiveFloat, PositiveInt, ProperFraction, Section
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
 
 class ApprovalConfig(Section):
-    """A person's word on each promotion. The policy that the run starts from needs none: it is what is in use."""
+    """A person's approval of each promotion. The run's starting policy needs none, because it is in use already."""
 
     required: bool = False
     """Ask before a version that is better beyond noise becomes the promoted one."""
     while_pending: Literal["continue", "block"] = "continue"
     """Until the answer comes: continue with the next iteration, or block before it and release the machine."""
     timeout_hours: PositiveFloat | None = 72
-    """How long the question stays open; null: without limit."""
+    """Time limit of the question; null: none."""
     on_timeout: Literal["refuse", "approve"] = "refuse"
     """The answer when none has come by then."""
 
@@ -32,9 +34,9 @@ class EvaluationSet(Section):
     `evaluation/<name>/…`; promotion does not look at it."""
 
     environment: EnvironmentConfig | None = None
-    """Whose held-out tasks; unset: the run's."""
+    """Environment with the held-out tasks; unset: the run's."""
     tasks: PositiveInt | None = None
-    """Unset, this and what follows are those of `evaluation`."""
+    """If unset, this and the following keys are those of `evaluation`."""
     samples: PositiveInt | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -58,12 +60,12 @@ class EvaluationConfig(Section):
     """Unset, this and the next two are those of `generation.sampling`."""
     top_k: PositiveInt | None = None
     max_new_tokens: PositiveInt | None = None
-    """An environment of a mixture with a limit of its own (`rollout.environments`) keeps that."""
+    """An environment of a mixture with a separate limit (`rollout.environments`) keeps it."""
     before_training: Operational[bool] = True
     """Evaluate the starting policy too: what every later version is compared with."""
     success_threshold: Operational[float] = 1.0
-    """A rollout passes (`evaluation/pass_at_*`) when its reward is at least this. 1 is a right answer in full; lower it where
-    rewards are graded and less is a success, but above what a wrong answer can earn by its form."""
+    """A rollout passes (`evaluation/pass_at_*`) if its reward is at least this. 1 is a completely right answer; lower
+    it if rewards are graded and less is a success, but above the reward that a wrong answer can earn by its form."""
     promotion_confidence: Operational[Annotated[float, Field(gt=0.5, lt=1)] | None] = 0.95
     """After each evaluation, promote the version when it is better than the promoted one beyond noise: when the interval of
     this confidence around the difference, task by task, lies above 0. null promotes nothing."""
@@ -75,14 +77,14 @@ class EvaluationConfig(Section):
 
 def with_set(config: RunConfig, name: str) -> RunConfig:
     """The configuration as one of `evaluation.sets` changes it."""
-    given = {key: value for key, value in config.evaluation.sets[name] if value is not None}
-    environment = given.pop("environment", config.environment)
-    evaluation = config.evaluation.model_copy(update=given)
+    own = {key: value for key, value in config.evaluation.sets[name] if value is not None}
+    environment = own.pop("environment", config.environment)
+    evaluation = config.evaluation.model_copy(update=own)
     return config.model_copy(update={"environment": environment, "evaluation": evaluation})
 
 
 def evaluation_sampling(config: RunConfig) -> Sampling:
-    """How an evaluation draws."""
+    """Return the sampling of an evaluation."""
     own = {name: getattr(config.evaluation, name) for name in Sampling.model_fields}
     return config.generation.sampling.model_copy(update={key: value for key, value in own.items() if value is not None})
 
@@ -97,7 +99,7 @@ class FinishConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What checkpoints hold, and which are kept. The newest complete one and version 0 always are."""
+    """Content and retention of checkpoints. The newest complete one and version 0 are always kept."""
 
     keep_last: PositiveInt = 3
     keep_every: Annotated[int, Field(ge=0)] = 0
@@ -107,26 +109,30 @@ class CheckpointConfig(Section):
     hold the weights alone. A resume from one of them trains the iterations since the newest state again, from their stored
     sequences, and must arrive at the recorded weights."""
     optimizer_beside_mib: Annotated[int, Field(ge=0)] | None = 64
-    """From this size of a version's weights on (MiB), a version is published before its optimizer's state is written, which
-    happens beside the next refit and collection. A run that is killed meanwhile trains that iteration again, as with
-    `optimizer_every`. Only where training is reproducible: not on GPUs. null: each state is written before its version."""
+    """From this size of a version's weights on (MiB), a version is published before its optimizer's state is written,
+    which happens during the next refit and collection. A run that is killed in between trains that iteration again,
+    as with `optimizer_every`. Only if training is reproducible: not on GPUs. null: each state is written before its
+    version."""
 
 
 class ResumeConfig(Section):
-    """What a start does if there is something to resume."""
+    """Behaviour of a start if the run exists."""
 
     mode: Literal["auto", "disable", "from_path"] = "auto"
     """`auto` continues the run of this id after its last complete stage, or begins it. `disable` only begins: a run id that
     exists is refused. `from_path` begins from the checkpoint at `path`, weights and trainer state, and continues such a run."""
     path: str | None = None
     """Checkpoint to begin from: `<store>/runs/<run>/checkpoints/<version>`, a path or URI."""
+    changed_inputs: Literal["refuse", "accept"] = "refuse"
+    """When task rows or the code of a class that the configuration names have changed since the run's last start. `accept`
+    continues, and records the change in the run's `inputs.json`."""
 
     @model_validator(mode="after")
     def _path(self) -> Self:
         if (self.mode == "from_path") != (self.path is not None):
-            given = "no resume.path" if self.path is None else f"resume.path={self.path!r}"
+            value = "no resume.path" if self.path is None else f"resume.path={self.path!r}"
             raise ValueError(
-                f"resume.mode={self.mode} with {given}: a path goes with from_path, and from_path with a path. Set both "
+                f"resume.mode={self.mode} with {value}: a path goes with from_path, and from_path with a path. Set both "
                 "or none."
             )
         return self
@@ -134,25 +140,24 @@ class ResumeConfig(Section):
 
 LabelName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9_-]{0,61}[a-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-"""As Kubernetes allows them."""
-SINKS = ("mlflow", "json_lines")
-"""Those that come with Roundhouse."""
+"""A label as Kubernetes allows it."""
 
 
 class TrackingConfig(Section):
-    """Where the numbers of a run go; the store has them all."""
+    """Destinations of a run's metrics; the store has them all."""
 
     enabled: bool = True
     """False: nowhere."""
-    sinks: Annotated[tuple[str, ...], Field(min_length=1)] = ("mlflow",)
+    sinks: Annotated[tuple[str, ...], Field(min_length=1), Consent("code", role="sink")] = ("mlflow",)
     """`mlflow`, which the other keys are about; `json_lines`, a line an iteration in `metrics/<run_id>.jsonl` of `infra.state`;
-    or `module:Class` of a `roundhouse.tracking.tracker.MetricsSink`."""
-    uri: str | None = None
+    `tensorboard`, `wandb` or `trackio`, each with the extra of that name (`pip install 'roundhouse[wandb]'`); a sink of an
+    installed plug-in by its name; or `module:Class` of a `roundhouse.tracking.sinks.MetricsSink`."""
+    uri: Code[str | None] = None
     """Tracking server. Unset: MLFLOW_TRACKING_URI, else the local services' server."""
     experiment: str = "roundhouse"
     labels: dict[LabelName, LabelValue] = Field(default_factory=dict)
-    """Of the run, such as `team: search`: tags of its MLflow run and of its deployments' flow runs, labels of its Jobs and
-    their pods, and what `roundhouse runs cost --by team` sums by."""
+    """Labels of the run, such as `team: search`: tags of its MLflow run and of its deployments' flow runs, labels of
+    its Jobs and their pods, and groups of `roundhouse runs cost --by team`."""
     conversations: Annotated[int, Field(ge=0)] = 4
     """Sample conversations logged at each evaluation, as text and as traces."""
     register_as: str | None = "{run_id}"
@@ -168,8 +173,8 @@ class TrackingConfig(Section):
     @classmethod
     def _names_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in SINKS and ":" not in name:
-                raise ValueError(f"{name!r}: the sinks are {', '.join(SINKS)}, or name a class as module:Class")
+            if name not in (known := plugins.names("sink")) and ":" not in name:
+                raise ValueError(f"{name!r}: the sinks are {', '.join(known)}, or name a class as module:Class")
         if len(set(names)) < len(names):
             raise ValueError(f"a sink is named twice: {', '.join(names)}")
         return names
@@ -193,20 +198,20 @@ DatabaseUrl = Annotated[str, Field(pattern=r"^[a-z0-9]+(\+[a-z0-9]+)?://")]
 class PrefectServerSettings(Section):
     """The local Prefect server."""
 
-    database_url: DatabaseUrl | None = None
-    """Where it keeps its data, such as postgresql+asyncpg://prefect@host/prefect. Unset: SQLite in `state`."""
+    database_url: Code[DatabaseUrl | None] = None
+    """Database, such as postgresql+asyncpg://prefect@host/prefect. Unset: SQLite in `state`."""
 
 
 class MLflowServerSettings(Section):
     """The local MLflow server."""
 
-    backend_store_uri: DatabaseUrl | None = None
-    """Where it keeps its runs, such as postgresql://mlflow@host/mlflow, which needs psycopg2. Unset: SQLite in `state`.
+    backend_store_uri: Code[DatabaseUrl | None] = None
+    """Database of its runs, such as postgresql://mlflow@host/mlflow, which needs psycopg2. Unset: SQLite in `state`.
     Artifacts stay in `state`."""
 
 
 class RayResources(Section):
-    """What a program reserves on its node."""
+    """Resources that a program reserves on its node."""
 
     cpus: PositiveFloat = 1
     gpus: Annotated[float, Field(ge=0)] = 0
@@ -214,28 +219,29 @@ class RayResources(Section):
 
 
 class RayTrainer(RayResources):
-    """What the trainer reserves on each of its nodes."""
+    """Resources that the trainer reserves on each of its nodes."""
 
     nodes: PositiveInt = 1
-    """Above 1, the ranks of so many nodes are one group: `train.service.processes` on each, beneath an actor of its own."""
+    """Above 1, the ranks of so many nodes are one group: `train.service.processes` on each, in a separate actor."""
 
 
 class RayCluster(Section):
-    """Where `launcher: ray` starts programs. Its nodes need this version of Roundhouse, and reach store and engine."""
+    """Ray cluster in which `launcher: ray` starts programs. Its nodes need this version of Roundhouse, and reach
+    store and engine."""
 
-    address: str | None = None
+    address: Code[str | None] = None
     """Cluster to join; unset joins the one this process is in (RAY_ADDRESS), else starts a local one."""
     trainer: RayTrainer = RayTrainer()
-    """Of a training step, and of resident ranks."""
+    """Resources of a training step, and of resident ranks."""
     collector: RayResources = RayResources()
-    """Of one shard of a collection."""
+    """Resources of one shard of a collection."""
 
 
 class LocalInfra(Section):
     """Processes on this machine, Ray local."""
 
     kind: Literal["local"] = "local"
-    state: str = ".roundhouse"
+    state: Code[str] = ".roundhouse"
     """Directory of service state and logs."""
     prefect: PrefectServerSettings = PrefectServerSettings()
     mlflow: MLflowServerSettings = MLflowServerSettings()
@@ -258,9 +264,9 @@ class JudgePrice(Section):
     """Money for a million tokens of a judge."""
 
     prompt: Annotated[float, Field(ge=0)]
-    """Of those that it reads."""
+    """Price of prompt tokens."""
     completion: Annotated[float, Field(ge=0)]
-    """Of those that it writes."""
+    """Price of completion tokens."""
 
 
 class PriceTable(Section):
@@ -269,14 +275,14 @@ class PriceTable(Section):
     currency: str = "USD"
     gpu_hour: Annotated[float, Field(ge=0)] = 0
     cpu_hour: Annotated[float, Field(ge=0)] = 0
-    """Of CPU time used, not of cores held."""
+    """Price of used CPU time, not of held cores."""
     judges: dict[str, JudgePrice] = Field(default_factory=dict)
-    """Of a rubric's judges, by `rubric.judge.model`: `prompt` and `completion`, for a million tokens of each. The tokens of a
-    judge that is not here are reported without a price; the run's own engine is paid by `gpu_hour`."""
+    """Prices of a rubric's judges, by `rubric.judge.model`: `prompt` and `completion`, per million tokens of each.
+    Tokens of an unlisted judge are reported without a price; the run's engine is paid by `gpu_hour`."""
 
 
 class Budget(Section):
-    """Limits of a whole run. One that is reached holds it before the next iteration, until it is raised."""
+    """Limits of a whole run. A reached limit stops the run before its next iteration, until it is raised."""
 
     wall_hours: PositiveFloat | None = None
     """Sum of the iterations' wall time; waiting in between is not counted."""
@@ -291,14 +297,15 @@ class CostConfig(Section):
     """Accounting by stage, and the budget."""
 
     trainer_gpus: Annotated[float, Field(ge=0)] = 0
-    """GPUs that the trainer holds: the whole iteration where it stays open, only its stage with `train.service.kind: process`.
-    The engine's are `generation.replicas` × `generation.gpus_per_replica`, held all the time."""
+    """GPUs that the trainer holds: for the whole iteration if it stays open, only for its stage with
+    `train.service.kind: process`. The engine's are `generation.replicas` × `generation.gpus_per_replica`, held all
+    the time."""
     prices: PriceTable = PriceTable()
     budget: Budget = Budget()
     on_reached: Literal["pause", "stop"] = "pause"
-    """When a limit of the budget is reached. `pause` lets a flow run of a deployment wait, without a process, for a person who
-    raises it in Prefect's form or by `roundhouse runs resume --budget`; a run in a terminal ends, and goes on so too. `stop`
-    fails the flow run."""
+    """Behaviour at a reached limit of the budget. `pause`: a flow run of a deployment waits, without a process, until a
+    person raises it in Prefect's form or by `roundhouse runs resume --budget`; a run in a terminal ends, and resumes
+    in the same way. `stop` fails the flow run."""
 
 
 SHORTEST_STALL_SECONDS = 900.0
@@ -308,27 +315,27 @@ class FailuresConfig(Section):
     """Policy, watchdog, heartbeat. Retries of single rollouts are in `rollout.retry`."""
 
     policy: Literal["stop_on_error", "stop_on_critical", "continue"] = "stop_on_error"
-    """When an iteration has failed after the retries of its stage. `stop_on_error` ends the run. `stop_on_critical` waits for
-    what may pass by itself, skips (on record) an iteration whose data failed, and ends the run for everything else. `continue`
-    skips defects of the program too."""
+    """Behaviour after an iteration failed and its stage's retries are used up. `stop_on_error` ends the run.
+    `stop_on_critical` waits for infrastructure that may recover, skips (on record) an iteration whose data failed,
+    and ends the run for everything else. `continue` also skips defects of the program."""
     on_too_few: Literal["fail", "skip"] = "fail"
-    """When too few rollouts or groups are left of an iteration: fail it, or skip it on record whatever `policy` says. To
-    collect more tasks instead, set `rollout.dynamic_sampling`."""
+    """Behaviour if too few rollouts or groups are left of an iteration: fail it, or skip it on record whatever `policy`
+    is. To collect more tasks instead, set `rollout.dynamic_sampling`."""
     min_groups: PositiveInt = 1
     """Fewer groups than this with something to train on are too few."""
     max_consecutive_skips: Annotated[int, Field(ge=0)] = 3
     """More iterations in a row than this are not skipped; the run ends instead."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 3600
-    """How long one iteration is waited for in all, while its infrastructure is away."""
+    """Total waiting time of one iteration for unreachable infrastructure."""
     stall_seconds: PositiveFloat | None = None
-    """A stage in which nothing moves for so long is given up and tried again. Unset: 900, or half as much again as the longest
-    time limit in the configuration, where that is more."""
+    """A stage without progress for so long is aborted and retried. Unset: 900, or 1.5 times the longest time limit in
+    the configuration, if that is more."""
     heartbeat_seconds: PositiveFloat = 10
-    """How often the run's process writes down what is in flight (`roundhouse runs status`)."""
+    """Interval at which the run's process records the work in flight (`roundhouse runs status`)."""
 
 
 def stall_seconds(config: RunConfig) -> float:
-    """`failures.stall_seconds`, or its default: longer than any wait that has a time limit of its own."""
+    """Return `failures.stall_seconds`, or its default: longer than any wait with a separate time limit."""
     if config.failures.stall_seconds is not None:
         return config.failures.stall_seconds
     generation = config.generation
@@ -352,10 +359,10 @@ class AlertsConfig(Section):
     reward_window: PositiveInt = 3
     """Iterations of that mean: the more, the less a lucky draw of tasks counts."""
     kl_above: PositiveFloat | None = 0.5
-    """Of `train/kl_penalty`, the divergence from the reference policy; it is measured where `kl_coefficient` is above 0."""
+    """Limit of `train/kl_penalty`, the divergence from the reference policy; measured if `kl_coefficient` is above 0."""
     mismatch_above: Annotated[float, Field(gt=1)] | None = 1.05
-    """Of `train/token_mult_prob_error`, by which factor engine and trainer differ on a token's probability. Not judged where
-    rollouts may be of older weights (`asynchrony.staleness` above 0, `offline`)."""
+    """Limit of `train/token_mult_prob_error`, the factor between engine's and trainer's probability of a token. Not
+    judged if rollouts may be of older weights (`asynchrony.staleness` above 0, `offline`)."""
     audit_refused_above: ProperFraction | None = 0.05
-    """Share of the rewarded rollouts that `environment.audit` may refuse. The alert fires where more of them are refused than
-    chance would give with a probability of 0.1 %, in the iteration's audit or in that of the last two."""
+    """Share of the rewarded rollouts that `environment.audit` may refuse. The alert fires if more are refused than by
+    chance with a probability of 0.1 %, in the iteration's audit or in that of the last two."""

@@ -1,12 +1,12 @@
-"""Where the roles of a run are, and what trainer and engine share: the section `placement`.
+"""Placement of a run's roles, and sharing between trainer and engine: the section `placement`.
 
-Invariants: placement changes where roles are and when they hold memory, never what is computed. Two roles that share a GPU hold
-its memory in turns: the engine sleeps while the trainer works, and the trainer gives its memory back before the engine wakes. A
-configuration that cannot hold this is refused (`config.checks`). `placement()` reads the configuration alone, before anything
-is started; each role has exactly one line.
+Invariants: placement changes where roles run and when they hold memory, never results. Two roles that share a GPU take
+turns at its memory: the engine sleeps during training, and the trainer releases its memory before the engine wakes.
+Configurations that cannot hold this are refused (`config.checks`). `placement()` reads only the configuration, before
+anything starts; each role has exactly one line.
 
-`collector` and `validator` are in the flow's process, or in shards (`rollout.distribution`); the trainer shares the flow's
-process with `train.service.kind: resident`.
+`collector` and `validator` are in the flow's process, or in shards (`rollout.distribution`); the trainer shares the
+flow's process with `train.service.kind: resident`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 Nearness = Literal["none", "spread", "node", "gpu"]
 REPLICA_CPUS = 0.1
-"""What Ray reserves for a replica: it plans with it, and does not hold a replica to it."""
+"""CPUs that Ray reserves for a replica; Ray plans with it and does not enforce it."""
 
 
 class PlacementConfig(Section):
-    """What trainer and engine share."""
+    """Sharing between trainer and engine."""
 
     colocation: Nearness = "none"
-    """none: each where there is room. spread: on two nodes. node: on one node. gpu: on one GPU, which they hold in turns.
-    With `train.service.kind: ray`, Ray reserves the trainer's share together with the engine's replica (a placement group)."""
+    """none: each wherever there is room. spread: on two nodes. node: on one node. gpu: on one GPU, which they hold in
+    turns. With `train.service.kind: ray`, Ray reserves the trainer's share together with the engine's replica (a
+    placement group)."""
     engine_sleeps: bool | None = None
-    """While the trainer works, the engine gives its weights' and its cache's memory back, and the trainer its own before the
-    engine wakes. Unset: where they share a GPU."""
+    """During training, the engine releases the memory of its weights and its cache, and the trainer its own before the
+    engine wakes. Unset: if they share a GPU."""
 
 
 def engine_sleeps(config: RunConfig) -> bool:
-    """Whether the engine of this run sleeps while its trainer works."""
+    """Return whether the engine of this run sleeps while its trainer works."""
     chosen = config.placement.engine_sleeps
     if config.generation.backend in IN_TRAINER:
         return True
@@ -51,12 +52,12 @@ def engine_sleeps(config: RunConfig) -> bool:
 
 
 def trainer_makes_room(config: RunConfig) -> bool:
-    """Whether the trainer gives its memory back after each step, to an engine with weights of its own."""
+    """Return whether the trainer releases its memory after each step, for an engine with separate weights."""
     return engine_sleeps(config) and config.generation.backend not in IN_TRAINER
 
 
 def served_generation(config: RunConfig) -> GenerationConfig:
-    """`generation` as the engine is to be started: able to sleep, where it is to sleep."""
+    """Return `generation` for the engine's start, with sleep mode if the engine must sleep."""
     generation = config.generation
     if not engine_sleeps(config) or generation.backend != "vllm":
         return generation
@@ -75,7 +76,7 @@ class Reservation:
 
 
 def reservation(config: RunConfig) -> Reservation | None:
-    """What Ray reserves for trainer and engine together; None where nothing is."""
+    """Return Ray's common reservation for trainer and engine, or None."""
     nearness, service = config.placement.colocation, config.train.service
     if nearness == "none" or not isinstance(service, RayService):
         return None
@@ -92,14 +93,14 @@ FLOW = "in the flow's process"
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """A role and where it is."""
+    """A role and its place."""
 
     role: str
     where: str
     gpus: float = 0
-    """Of all its processes together."""
+    """GPUs of all its processes together."""
     shares: str = ""
-    """What it shares with another role, and when it gives it back."""
+    """Resources shared with another role, and the time of their release."""
 
     def __str__(self) -> str:
         gpus = f", {self.gpus:g} GPU" if self.gpus else ""
@@ -138,7 +139,9 @@ def _engine(config: RunConfig) -> RolePlacement:
     count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"
     if isinstance(infra, KubernetesInfra) and infra.engine is not None:
         return RolePlacement(
-            "engine", f"{count} in RayService {infra.engine.ray_service}, namespace {infra.namespace}", gpus
+            "engine",
+            f"{count} in RayService {infra.engine.ray_service or 'of the run'}, namespace {infra.namespace}",
+            gpus,
         )
     return RolePlacement("engine", f"{count}, Ray Serve actors on the flow's Ray cluster", gpus)
 
@@ -166,12 +169,13 @@ def _collector(config: RunConfig) -> RolePlacement:
 
 
 def has_ranks(service: ResidentService) -> bool:
-    """Whether it trains in processes of its own, and not in that of the train stage."""
+    """Return whether it trains in separate processes, not in that of the train stage."""
     return service.processes > 1 or service.launcher != "subprocess"
 
 
 def trainer_launcher(config: RunConfig) -> str | None:
-    """What starts the trainer's processes; None where they are not the run's to start, or the flow's own process trains."""
+    """Return the launcher of the trainer's processes; None if the run does not start them, or the flow's own process
+    trains."""
     service = config.train.service
     if isinstance(service, ProcessService):
         return service.launcher or ("kubernetes" if isinstance(config.infra, KubernetesInfra) else "subprocess")
@@ -179,7 +183,7 @@ def trainer_launcher(config: RunConfig) -> str | None:
 
 
 def trainer_machines(config: RunConfig) -> int:
-    """Machines, pods or Ray's nodes whose processes train together, `train.service.processes` on each."""
+    """Return the number of machines, pods or Ray nodes that train together, with `train.service.processes` on each."""
     launcher, infra = trainer_launcher(config), config.infra
     if isinstance(infra, KubernetesInfra):
         return infra.trainer.pods if launcher == "kubernetes" else 1
@@ -193,17 +197,17 @@ def _trainer(config: RunConfig) -> RolePlacement:
         isinstance(service, ResidentService) and launcher not in (None, "subprocess")
     ):
         processes = f"{service.processes} process{'es' if service.processes > 1 else ''}"
-        kept = "a step" if isinstance(service, ProcessService) else "kept between iterations"
+        lifetime = "a step" if isinstance(service, ProcessService) else "kept between iterations"
         if isinstance(infra, KubernetesInfra) and launcher == "kubernetes":
             pods = f"{machines} pod{'s' if machines > 1 else ''} of {processes}"
             gpus = machines * infra.trainer.gpus
-            return RolePlacement("trainer", f"a Job {kept} in namespace {infra.namespace}: {pods}", gpus)
+            return RolePlacement("trainer", f"a Job {lifetime} in namespace {infra.namespace}: {pods}", gpus)
         if isinstance(infra, LocalInfra) and launcher == "ray":
             nodes = "a node" if machines == 1 else f"each of {machines} nodes"
-            where = f"{processes} {kept} on {nodes} of {infra.ray.address or 'the Ray cluster'}"
+            where = f"{processes} {lifetime} on {nodes} of {infra.ray.address or 'the Ray cluster'}"
             return RolePlacement("trainer", where, machines * infra.ray.trainer.gpus)
         on = "on the flow's machine" if launcher == "subprocess" else f"by {launcher}"
-        return RolePlacement("trainer", f"{processes} {kept} {on}")
+        return RolePlacement("trainer", f"{processes} {lifetime} {on}")
     if isinstance(service, RayService):
         cluster = service.address or "the flow's Ray cluster, else a local one"
         ranks = f" with {service.processes} ranks" if service.processes > 1 else ""
@@ -212,10 +216,12 @@ def _trainer(config: RunConfig) -> RolePlacement:
         return RolePlacement("trainer", f"a server at {service.url}")
     if isinstance(service, TinkerService):
         return RolePlacement("trainer", service.url or "Tinker")
-    kept = "" if trainer_makes_room(config) else ", kept between iterations"
+    lifetime = "" if trainer_makes_room(config) else ", kept between iterations"
     if service.processes > 1:
         sharing, replicas = service.context_parallel * service.tensor_parallel, service.data_parallel_replicate
         shared = "" if sharing == 1 else f", {sharing} to a microbatch"
-        held = "" if replicas == 1 else f" in {replicas} replicas"
-        return RolePlacement("trainer", f"{service.processes} ranks{held}{shared} on the flow's machine{kept}")
-    return RolePlacement("trainer", FLOW + kept)
+        replica_text = "" if replicas == 1 else f" in {replicas} replicas"
+        return RolePlacement(
+            "trainer", f"{service.processes} ranks{replica_text}{shared} on the flow's machine{lifetime}"
+        )
+    return RolePlacement("trainer", FLOW + lifetime)

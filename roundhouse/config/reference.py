@@ -1,4 +1,4 @@
-"""Every key of a run's configuration, printed from the models: type, default, range, what it means.
+"""Print every key of a run's configuration from the models: type, default, range, meaning.
 
 python -m roundhouse.config.reference > docs/configuration-reference.md
 """
@@ -20,7 +20,7 @@ INTRODUCTION = """\
 Printed from the code; what the sections are for: [configuration](configuration.md). Keys with ° may change between two starts
 of one run: they steer how it is carried out, not what it is. `kind` chooses among the forms of a section."""
 SHARED = 5
-"""Of two forms of a section that share so many keys, the second is described by its differences."""
+"""If two forms of a section share at least so many keys, the second is described by its differences."""
 
 _BOUNDS = {
     "minimum": "≥ {}",
@@ -35,11 +35,17 @@ def page() -> str:
     """docs/configuration-reference.md."""
     schema = RunConfig.model_json_schema()
     defs = schema["$defs"]
-    lines, told, first_forms = [INTRODUCTION, ""], set[str](), dict[str, tuple[str, Schema]]()
-    for title, section, operational in _sections("", schema, defs):
-        if section["title"] in told:
+    lines, first_forms = [INTRODUCTION, ""], dict[str, tuple[str, Schema]]()
+    places = list(_sections("", schema, defs))
+    outermost: dict[str, str] = {}
+    for title, section, _ in places:
+        known = outermost.setdefault(section["title"], title)
+        if title.count(" / ") < known.count(" / "):
+            outermost[section["title"]] = title
+    for title, section, operational in places:
+        if outermost.get(section["title"]) != title:
             continue  # the same section at another place
-        told.add(section["title"])
+        del outermost[section["title"]]
         like, first = first_forms.setdefault(title.rsplit(" (", 1)[0], (title, section))
         lines += [f"## {title}", ""]
         if description := " ".join(section.get("description", "").split()):
@@ -82,7 +88,7 @@ def _sections(
 
 
 def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
-    """What a key may be: its schema resolved, or each of its alternatives."""
+    """Return the possible forms of a key: its resolved schema, or each of its alternatives."""
     if "$ref" in key:
         return _forms(defs[key["$ref"].rsplit("/", 1)[1]], defs)
     for choice in ("oneOf", "anyOf"):
@@ -94,12 +100,12 @@ def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
 def _type(key: Schema, defs: dict[str, Schema]) -> str:
     forms = _forms(key, defs)
     sections = [form for form in forms if "properties" in form]
-    told = [_plain(form, defs) for form in forms if "properties" not in form]
+    types = [_plain(form, defs) for form in forms if "properties" not in form]
     if sections:
         kinds = [form["properties"].get("kind", {}).get("const") for form in sections]
         named = " or ".join(f"`{kind}`" for kind in kinds if kind)
-        told.insert(0, f"section, kind {named}" if len(sections) > 1 and named else "section")
-    return " or ".join(dict.fromkeys(told))
+        types.insert(0, f"section, kind {named}" if len(sections) > 1 and named else "section")
+    return " or ".join(dict.fromkeys(types))
 
 
 def _plain(form: Schema, defs: dict[str, Schema]) -> str:

@@ -1,41 +1,52 @@
-"""Where the rollouts of an iteration come from: which tasks, collection and its workers, its overlap with training, the gate
-before training, and datasets that were collected earlier.
+"""Rollouts of an iteration: tasks, collection and its workers, overlap with training, the gate before training, and
+earlier collected datasets.
 
-Invariants: one number, `asynchrony.staleness`, bounds the age of every trained rollout in every mode. The age of a rollout that
-iteration k trains on is (k - 1) - v, with v the oldest policy version that generated any of its tokens. The kind and the number
-of shards never change what is collected: rollout ids, seeds and, with a deterministic engine, every byte of what is trained on
-stay the same. A run with the section `offline` refits and collects nothing, and never trains silently on data that the policy
-has moved away from.
+Invariants: one number, `asynchrony.staleness`, bounds the age of every trained rollout in every mode. The age of a
+rollout that iteration k trains on is (k - 1) - v, with v the oldest policy version that generated any of its tokens.
+The kind and number of shards never change the collected data: rollout IDs, seeds and, with a deterministic engine,
+every trained byte stay the same. A run with the section `offline` refits and collects nothing, and never trains
+silently on data that the policy has moved away from.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse.config.environments import EnvironmentName
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import Fraction, LauncherName, Operational, PositiveFloat, PositiveInt, Section, Target
 
+LARGEST_REWARD = 1e15
+"""Sums of squares of as many rewards as an iteration has stay finite, also in float32."""
 
-class Epochs(Section):
+
+class CurriculumSection(Section):
+    """Base of every curriculum."""
+
+    if TYPE_CHECKING:
+        kind: str
+
+
+class Epochs(CurriculumSection):
     """Pass after pass over all tasks, whatever their rewards."""
 
     kind: Literal["epochs"] = "epochs"
 
 
-class RecentRewards(Section):
-    """What all kinds share that look at recent rewards."""
+class RecentRewards(CurriculumSection):
+    """Common part of kinds that use recent rewards."""
 
     window: PositiveInt = 50
-    """Iterations that count, of those whose rollouts the policy was trained on. A task whose last group is older counts as
-    unseen again; so many iterations should draw as many groups as there are tasks."""
+    """Number of last iterations that count, of those whose rollouts the policy was trained on. A task whose last group
+    is older counts as unseen again, so this many iterations should draw as many groups as there are tasks."""
 
 
 class SuccessBand(RecentRewards):
-    """Prefer tasks whose recent success rate lies in a band: the others' groups hardly have spread, and teach little."""
+    """Prefer tasks whose recent success rate lies in a band: groups of other tasks rarely have spread."""
 
     kind: Literal["success_band"]
     band: tuple[float, float] = (0.2, 0.8)
@@ -46,9 +57,9 @@ class SuccessBand(RecentRewards):
     falloff: PositiveFloat = 0.2
     """Distance from the band at which a task's weight, which falls in a line, has come down to `outside_weight`."""
     outside_weight: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """Of tasks that are far outside. Above 0, so that each comes up again: the policy changes."""
+    """Weight of tasks that are far outside. Above 0, so that each is drawn again: the policy changes."""
     unseen_weight: PositiveFloat = 1.0
-    """Of tasks without a recent rate. Above 1, they are tried before others are repeated."""
+    """Weight of tasks without a recent rate. Above 1, they are tried before others are repeated."""
 
     @model_validator(mode="after")
     def _rates(self) -> Self:
@@ -75,10 +86,9 @@ class CustomCurriculum(RecentRewards):
     """Keyword arguments of the class."""
 
 
-CurriculumConfig = Annotated[Epochs | SuccessBand | CustomCurriculum, Field(discriminator="kind")]
-"""Which tasks an iteration draws. What a curriculum draws depends on the store alone, on the iterations that the oldest policy
-version which may roll out the tasks was trained on (`roundhouse.rollout.plan`): a run that resumes draws what it would
-have drawn."""
+CurriculumConfig = Annotated[CurriculumSection, Kinds("curriculum")]
+"""Tasks that an iteration draws. A curriculum's draw depends only on the store, on the iterations that trained the
+oldest policy version allowed for the tasks (`roundhouse.rollout.plan`), so a resumed run makes the same draw."""
 
 
 class InProcessCollection(Section):
@@ -88,23 +98,23 @@ class InProcessCollection(Section):
 
 
 class Shards(Section):
-    """What all kinds of workers share. A shard is a part of the collection by whole groups."""
+    """Common part of all kinds of workers. A shard is a part of the collection by whole groups."""
 
     shards: PositiveInt = 2
-    """How many workers; not more than the collection has groups. They share `rollout.concurrency`. With `asynchrony.staleness`
-    above 0 as many are at work at once, over all iterations that are collected."""
+    """Number of workers; not more than the collection has groups. They share `rollout.concurrency`. With
+    `asynchrony.staleness` above 0 as many run at once, over all iterations that are collected."""
     restarts: Annotated[int, Field(ge=0)] = 2
-    """How often a worker that was lost is started again within an attempt at the stage; it makes only what is missing."""
+    """Number of restarts of a lost worker within an attempt at the stage; it makes only missing rollouts."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one worker, from its start to its last rollout. A Job's wait for a node counts."""
 
 
 class ProcessShards(Shards):
-    """Processes in addition to the stage's own, or where their launcher starts them."""
+    """Processes in addition to the stage's own, on the launcher's machines."""
 
     kind: Literal["process"] = "process"
     launcher: LauncherName = "subprocess"
-    """What starts a worker: `subprocess`, `ray` or `module:Class`."""
+    """Launcher of a worker: `subprocess`, `ray` or `module:Class`."""
 
     @field_validator("launcher")
     @classmethod
@@ -115,7 +125,7 @@ class ProcessShards(Shards):
 
 
 class JobShards(Shards):
-    """Jobs of one pod each, on the cluster of `infra`; `infra.collector` says what a pod is."""
+    """Jobs of one pod each, on the cluster of `infra`; `infra.collector` describes the pod."""
 
     kind: Literal["job"] = "job"
 
@@ -144,28 +154,28 @@ class DynamicSampling(Section):
     max_rounds: PositiveInt = 10
     """Rounds of `rollout.prompts_per_iteration` tasks each, the first one included."""
     on_exhausted: Literal["error", "continue"] = "error"
-    """When too few have spread after the last round: fail the stage, or train on those that have. Where none has, there is
-    nothing to train on, and `failures.on_too_few` applies."""
+    """Behaviour if too few groups have spread after the last round: fail the stage, or train on those with spread.
+    Without any, nothing can be trained on, and `failures.on_too_few` applies."""
 
 
 class Branching(Section):
-    """After the rollouts of an iteration, let some of them go on anew from one of their turns, with the same policy version,
-    and compare the ends (`roundhouse.rollout.recording`). Of groups whose rewards differ; with `dynamic_sampling`, of those
-    that it keeps. The environment is rebuilt by calls that are made again, so its `restoration` must not be none. Only with
-    `asynchrony.staleness` 0."""
+    """After the rollouts of an iteration, continue some of them anew from one of their turns, with the same policy
+    version, and compare the ends (`roundhouse.rollout.recording`). Only groups with different rewards are used; with
+    `dynamic_sampling`, only kept ones. The environment is rebuilt by repeated calls, so its `restoration` must not
+    be none. Only with `asynchrony.staleness` 0."""
 
     rollouts: PositiveInt = 1
     """Rollouts of each such group that are branched, at one turn each: drawn, by the run's seed, from those of two turns or
     more."""
     samples: Annotated[int, Field(ge=2)] = 4
-    """Branches of each. They are a group of their own, whose rewards are compared with each other and with that of the rollout
-    which they left."""
+    """Branches of each. They form a separate group, whose rewards are compared with each other and with the source
+    rollout's."""
     turn: Literal["random", "uncertain"] = "random"
-    """random: drawn from the turns after the first. uncertain: that of them whose first tokens were least likely."""
+    """random: drawn from the turns after the first. uncertain: the turn whose first tokens were least likely."""
 
 
 class EnvironmentRollouts(Section):
-    """How the rollouts of one environment of a mixture are made, in training and evaluation; what is unset is the run's."""
+    """Rollout settings of one environment of a mixture, in training and evaluation; unset keys are the run's."""
 
     max_turns: PositiveInt | None = None
     """Instead of `rollout.max_turns`."""
@@ -193,7 +203,7 @@ class EnvironmentRollouts(Section):
 
 
 class RolloutConfig(Section):
-    """What one iteration collects."""
+    """Collection of one iteration."""
 
     prompts_per_iteration: PositiveInt = 16
     """Tasks (groups) an iteration."""
@@ -203,23 +213,28 @@ class RolloutConfig(Section):
     """Passes over the training tasks, after which the run ends if `iterations` has not ended it. Unset: tasks repeat for as
     long as there are iterations."""
     shuffle: bool = True
-    """Draw the tasks of each epoch in an order of its own, from the run's seed. False: in the order of the file."""
+    """Shuffle the tasks of each epoch differently, by the run's seed. False: keep the order of the file."""
     drop_last: bool = False
-    """Leave out what is left of an epoch when it fills no iteration. False: the next epoch fills the iteration up, also the
-    last."""
+    """Omit the rest of an epoch that fills no iteration. False: the next epoch fills the iteration up, also the last
+    one."""
     curriculum: CurriculumConfig = Epochs()
-    """Which tasks an iteration draws: pass after pass over all of them, or by how difficult they were recently."""
+    """Tasks that an iteration draws: pass after pass over all of them, or by their recent difficulty."""
     environments: dict[EnvironmentName, EnvironmentRollouts] = Field(default_factory=dict)
     """Limits of the environments of a mixture that differ from the run's, by the environment's name."""
     max_prompt_tokens: PositiveInt | None = None
-    """Leave out training tasks whose prompt, rendered with their tools, has more tokens. Unset: none."""
+    """Omit training tasks whose prompt, rendered with their tools, has more tokens. Unset: omit none."""
     max_turns: PositiveInt = 4
     """Model calls a rollout."""
     max_tokens: PositiveInt = 400
     """Tokens of a whole rollout, prompt included; it is truncated there."""
+    cut_replies: Literal["end", "return"] = "end"
+    """A reply that `generation.sampling.max_new_tokens` cut, in an environment with tools and a verifier. end: the rollout is
+    truncated. return: a user message reports the cut, and the policy continues within its other limits. Not for agents,
+    workers and commands, which decide it themselves."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """First message of each conversation whose task row has neither `instructions` nor a system message of its own. Not for
-    agents, workers and commands, which begin their conversations themselves. Demonstrations of a warm start do not have it."""
+    """First message of each conversation whose task row has neither `instructions` nor a system message. Not for
+    agents, workers and commands, which begin their conversations themselves. Demonstrations of a warm start do not
+    have it."""
     concurrency: Operational[PositiveInt | None] = 128
     """Rollouts in flight at once, in all shards together. Null: as many as there are."""
     distribution: Operational[Distribution] = InProcessCollection()
@@ -229,8 +244,8 @@ class RolloutConfig(Section):
     tool_timeout_seconds: Operational[PositiveFloat] = 20
     """Time limit of one tool call."""
     parallel_tool_calls: bool = False
-    """Run the tool calls of one reply at the same time, where their order does not matter: in an environment without
-    session state, or on a remote server of which you know it. Outputs are in the order of the calls either way."""
+    """Run the tool calls of one reply at the same time if their order does not matter: in an environment without
+    session state, or on a remote server of this kind. Outputs keep the order of the calls either way."""
     dynamic_sampling: DynamicSampling | None = None
     """Unset: one round, whatever its rewards; groups without spread are not trained on either way."""
     branching: Branching | None = None
@@ -238,9 +253,12 @@ class RolloutConfig(Section):
     retry: Operational[RetryPolicy] = RetryPolicy()
     max_failed_fraction: Operational[Fraction] = 0.2
     """The collect stage fails when a larger share of its rollouts failed."""
+    reward_limit: Operational[Annotated[float, Field(gt=0, le=LARGEST_REWARD)]] = 1e6
+    """Largest size of a reward, of its components and of a turn's reward. A rollout with a larger one fails (`bad_reward`), or
+    is refused by validation if it was collected elsewhere."""
 
     def of_environment(self, name: str) -> RolloutConfig:
-        """What holds for the rollouts of an environment of the mixture."""
+        """Return the settings for the rollouts of an environment of the mixture."""
         own = self.environments.get(name)
         known = type(self).model_fields.keys() & EnvironmentRollouts.model_fields.keys()
         changed = {key: value for key in known if (value := getattr(own, key, None)) is not None}
@@ -248,7 +266,8 @@ class RolloutConfig(Section):
 
     @property
     def counts_epochs(self) -> bool:
-        """The first epoch begins with iteration 1. Otherwise, as it always was, with an iteration 0 that is not made."""
+        """Return whether the first epoch begins with iteration 1 also in a run of an older version
+        (`Run.first_draw`)."""
         return self.epochs is not None or self.drop_last or not self.shuffle
 
     @model_validator(mode="after")
@@ -262,7 +281,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _no_passes(self) -> Self:
-        """A curriculum draws some tasks more often than others: there are no passes over all of them."""
+        """Refuse epochs with a curriculum, which draws some tasks more often than others."""
         if isinstance(self.curriculum, Epochs):
             return self
         for key, value, set_it in (
@@ -283,24 +302,24 @@ class ValidationConfig(Section):
     """The gate between collection and training."""
 
     on_break: Literal["reject", "truncate", "split"] = "reject"
-    """A prompt that renders the recorded tokens otherwise: refuse the rollout, keep it up to the last contiguous turn,
-    or begin a new sequence of the same rollout. A sub-agent, a branch or a compacted history is no such break."""
+    """Treatment of a prompt that renders the recorded tokens differently: refuse the rollout, keep it up to the last
+    contiguous turn, or start a new sequence of the same rollout. A sub-agent, a branch or a compacted history is not
+    such a break."""
     min_group_size: PositiveInt = 2
     """Groups with fewer valid rollouts are omitted."""
     min_group_fraction: Fraction = 0.5
-    """The same as a share of `rollout.group_size`, rounded up: what is left of a group that lost most of its rollouts is a
-    biased sample (long and hard ones fail first), with a baseline as noisy as it is small. Not for offline data."""
+    """The same as a share of `rollout.group_size`, rounded up: the rest of a group that lost most of its rollouts is a
+    biased sample (long and hard ones fail first) with a noisy baseline. Not for offline data."""
     max_quarantine_fraction: Operational[Fraction] = 0.5
     """The validate stage fails when a larger share was refused."""
     check_text: bool = True
-    """Hold each rollout's recorded messages against its tokens, decoded with the policy's tokenizer. Not possible, and not
-    done, where an agent or worker keeps the record (environment.kind agent, worker)."""
+    """Compare each rollout's recorded messages with its tokens, decoded with the policy's tokenizer. Not done if an
+    agent or worker keeps the record (environment.kind agent, worker)."""
     recompute_tolerance: Operational[PositiveFloat | None] = 0.25
-    """The train stage recomputes the log-probability of every token that it trains on. A sequence that differs from what the
-    engine recorded by more than this has weight 0 and is counted: the mean of the absolute difference over its tokens in
-    nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value.
-    Not done under top-k, top-p or temperature 0, where the engine draws from another distribution than the trainer
-    computes. Null: never."""
+    """The train stage recomputes the log-probability of every trained token. A sequence that differs from the engine's
+    record by more than this has weight 0 and is counted: the mean of the absolute difference over its tokens in
+    nats, of at least 16. A few times `train/logprob_abs_diff_mean` of a good iteration is a sharp value. Not done
+    under top-k, top-p or temperature 0, for which the engine's distribution differs from the trainer's. Null: never."""
     max_mismatched_fraction: Operational[Fraction] = 0.05
     """The train stage fails, and its weights become no version, when a larger share of the sequences differs so."""
 
@@ -311,13 +330,13 @@ Ready = Literal["batch_size_reached", "loaded_batch_finished"]
 
 
 class Asynchrony(Section):
-    """How collecting and training overlap."""
+    """Overlap of collecting and training."""
 
     mode: Mode = "sync"
-    """sync: an iteration's rollouts begin when every replica has the weights that it trains. batch-async: a replica begins a
-    rollout unless it would be too old, and stops taking new ones while its weights are exchanged. fully-async: the same bound,
-    but no rollout ever waits for weights; what begins during a transfer begins on the new ones. windowed: as batch-async, and a
-    step trains on the oldest finished groups among the oldest `window`."""
+    """sync: an iteration's rollouts begin when every replica has the weights that it trains. batch-async: a replica
+    begins a rollout unless it would be too old, and accepts no new ones during its weight transfer. fully-async: the
+    same bound, but rollouts never wait for weights; those that begin during a transfer start on the new ones.
+    windowed: as batch-async, and a step trains on the oldest finished groups among the oldest `window`."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """The oldest age that is trained on, in policy versions. 0 is sync, whatever the mode."""
     window: PositiveInt = 1
@@ -357,11 +376,12 @@ class Asynchrony(Section):
         return self
 
     def passed_over(self, groups: int) -> int:
-        """How many steps of so many groups can pass over a group, at most; the proof is in `collection.pool`."""
+        """Return the largest number of steps of so many groups that can pass over a group; proof in
+        docs/asynchrony.md."""
         return -(-(self.window - 1) // groups)
 
     def start_lag(self, groups: int) -> int:
-        """How many versions early a rollout may begin."""
+        """Return how many versions early a rollout may begin."""
         return self.staleness - self.passed_over(groups)
 
     def unfit_window(self, groups: int) -> str | None:
@@ -377,44 +397,45 @@ class Asynchrony(Section):
 
 
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})(?:@(?P<version>[A-Za-z0-9._-]+))?")
-"""How a dataset of the run's own store is named."""
+"""Name of a dataset in the run's own store."""
 
 
 CHAT_ROWS = ".jsonl"
-"""How the name of a file of chat rows ends."""
+"""Suffix of a file of chat rows."""
 
 
 class OfflineConfig(Section):
     """Train from datasets that were collected before (`roundhouse collect`, a schedule), of this or another run."""
 
     datasets: Annotated[tuple[str, ...], Field(min_length=1)]
-    """`nightly` is the newest version of a dataset of this store, `nightly@20261121T020000Z-v000012` one version, `nightly@all`
-    every version there is when the run begins; a path or URI of a version's directory is one of any store, and one that ends in
-    `.jsonl` is a file of chat rows."""
+    """`nightly` is the newest version of a dataset of this store, `nightly@20261121T020000Z-v000012` one version,
+    `nightly@all` every version at the run's start; a path or URI of a version's directory is one of any store, and
+    one that ends in `.jsonl` is a file of chat rows."""
     epochs: Operational[PositiveInt] = 1
     """Passes over all of it. The run's iterations follow from it; the key `iterations` does not count."""
     groups: PositiveInt | None = None
     """Groups (tasks) an iteration trains on, all from one version of a dataset. Unset: `rollout.prompts_per_iteration`."""
     max_age: Operational[Annotated[int, Field(ge=0)] | None] = 20
-    """Policy versions between the one that collected and the one that training starts from, where lineage tells it: both lie on
-    one line of runs and forks. null: any."""
+    """Largest number of policy versions between the collecting one and the run's first, if lineage connects them: both
+    are in one line of runs and forks. null:
+    unlimited."""
     max_age_days: Operational[PositiveFloat | None] = None
     """Days since the dataset was collected. Unset: any."""
     precheck_rollouts: Operational[Annotated[int, Field(ge=0)]] = 128
-    """Rollouts of each version whose log-probabilities are computed under the starting policy before training; 0: none, and the
-    three bounds below are held from the first iteration on only."""
+    """Rollouts of each version whose log-probabilities are computed under the starting policy before training; 0: none,
+    and the three bounds below apply from the first iteration on only."""
     min_ess_fraction: Operational[Fraction] = 0.5
     """Kish's effective sample size of the importance weights exp(policy - recorded) of the tokens, as a share of the tokens:
     (sum w)² / (n sum w²). 1 for rollouts of the very policy. Held before training, and in every iteration."""
     min_rollout_ess_fraction: Operational[Fraction] = 0.05
-    """The same of whole rollouts, whose weight is the product over their tokens: how much of the data the policy could have
-    said. It falls faster the longer rollouts are; lower it to 0 for very long ones."""
+    """The same for whole rollouts, whose weight is the product over their tokens. It falls faster for longer
+    rollouts; lower it to 0 for very long ones."""
     max_clipped_fraction: Operational[Fraction] = 0.3
     """Share of the tokens whose importance weight is outside of `train.algorithm.mismatch_bounds`."""
     on_stale: Operational[Literal["refuse", "warn"]] = "refuse"
-    """What happens beyond a bound. warn: it is logged and recorded, and training continues."""
+    """Behaviour beyond a bound. warn: it is logged and recorded, and training continues."""
     evaluate: Operational[bool] = True
-    """Evaluate on held-out tasks as `evaluation` says, which needs an engine. false: no engine, and nothing is promoted."""
+    """Evaluate on held-out tasks by `evaluation`, which needs an engine. false: no engine, and nothing is promoted."""
 
     @field_validator("datasets")
     @classmethod

@@ -1,21 +1,24 @@
-"""Where the commands of a policy run: one section per kind of sandbox, all with the same limits."""
+"""Sandboxes for the commands of a policy: one section per kind, all with the same limits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.kubernetes import DnsLabel
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import PositiveFloat, PositiveInt, Section, Target
+from roundhouse.config.section import Code, PositiveFloat, PositiveInt, Section, Target
 
 
 class SandboxSection(Section):
-    """What every kind of sandbox limits."""
+    """Limits of every kind of sandbox."""
 
+    if TYPE_CHECKING:
+        kind: str
     command_seconds: PositiveFloat = 10
-    """Time limit of one command. One that reaches it is killed, and the policy is shown so."""
+    """Time limit of one command. A command that reaches it is killed, and the policy is informed."""
     output_bytes: Annotated[int, Field(ge=100, le=2**20)] = 10_000
     """Most output of one command; it is killed there."""
     lifetime_seconds: PositiveFloat = 3600
@@ -32,10 +35,11 @@ class SandboxSection(Section):
 
 
 class SandboxLimits(SandboxSection):
-    """What a sandbox limits that is made here."""
+    """Limits of a sandbox that is made here."""
 
     memory_mib: Annotated[int, Field(ge=64)] = 512
-    """Memory: of one process (`local`), of the whole sandbox (`container`)."""
+    """Memory of the whole sandbox. In a `local` one each process is limited by the kernel, and their sum is looked at ten times
+    a second; files do not count there."""
     processes: Annotated[int, Field(ge=4, le=10_000)] = 64
     """Most processes and threads at once."""
     disk_mib: Annotated[int, Field(ge=1)] = 64
@@ -52,13 +56,13 @@ class ContainerSandbox(SandboxLimits):
     """A container of Docker or Podman on the machine of the collector."""
 
     kind: Literal["container"]
-    image: str
+    image: Code[str]
     """It must be on the machine, and have `sh`, `tar` and `timeout`."""
-    program: Literal["docker", "podman"] | None = None
+    program: Code[Literal["docker", "podman"] | None] = None
     """Unset: the first of the two that works."""
-    runtime: str | None = None
+    runtime: Code[str | None] = None
     """A runtime of it by name, such as `runsc` (gVisor) or `kata`. Unset: its default."""
-    network: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "none"
+    network: Code[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]] = "none"
     """`none`, or a network of it by name, such as `bridge`."""
     cpus: PositiveFloat = 1
     """Processors, in parts too."""
@@ -90,11 +94,11 @@ class KubernetesSandbox(SandboxSection):
     """A pod of a warm pool, claimed by the resources of kubernetes-sigs/agent-sandbox."""
 
     kind: Literal["kubernetes"]
-    warm_pool: DnsLabel
-    """Name of the SandboxWarmPool. Its SandboxTemplate says what its pods are, and what they may do."""
+    warm_pool: Code[DnsLabel]
+    """Name of the SandboxWarmPool. Its SandboxTemplate defines its pods and their permissions."""
     namespace: DnsLabel = "roundhouse"
-    """Of the pool."""
-    context: str | None = None
+    """Namespace of the pool."""
+    context: Code[str | None] = None
     """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
     runtime_class: str | None = None
     """RuntimeClass that its pods must have, such as `gvisor` or `kata`: others are refused. Unset: any."""
@@ -113,10 +117,8 @@ class CustomSandbox(SandboxLimits):
     """Keyword arguments of the class. A secret is named, as `api_key: {variable: SANDBOX_KEY}` or `{file: …}`."""
 
     def __hash__(self) -> int:
-        """`parameters` has none; equal sections have equal targets."""
+        """Hash by the target: `parameters` has no hash, and equal sections have equal targets."""
         return hash(self.target)
 
 
-SandboxConfig = Annotated[
-    LocalSandbox | ContainerSandbox | KubernetesSandbox | CustomSandbox, Field(discriminator="kind")
-]
+SandboxConfig = Annotated[SandboxSection, Kinds("sandbox")]

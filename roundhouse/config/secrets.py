@@ -1,10 +1,10 @@
-"""Secrets: where they come from, that no configuration holds one, and what is hidden where one is shown.
+"""Secrets: their sources, their absence from configurations, and their masking.
 
-Invariants: a run's configuration, which is written to run.json, shown by Prefect and MLflow, and printed, holds no secret but
-only the name of an environment variable or of a file that does (`refuse_secrets`). Masking never changes the shape of a tree,
-and masks by the name of a key: a value under a key that speaks of keys, tokens, passwords, secrets or credentials is replaced,
-whatever it is; so is the user part of a URL, and what looks like a well-known kind of credential. Counts and switches
-(`max_output_tokens: 64`, `return_token_id_information: true`) stay.
+Invariants: a run's configuration, which is written to run.json, shown by Prefect and MLflow, and printed, holds only
+the name of an environment variable or of a file with the secret (`refuse_secrets`). Masking never changes the shape of
+a tree. It replaces any value under a key that names keys, tokens, passwords, secrets or credentials, the user part of a
+URL, and well-known kinds of credentials. Counts and switches (`max_output_tokens: 64`, `return_token_id_information:
+true`) stay.
 
     environment: {kind: custom, target: "judge:Judge", parameters: {api_key: {variable: JUDGE_KEY}}}
 """
@@ -21,13 +21,13 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from roundhouse.config.section import is_recorded
+from roundhouse.config.section import Consent, is_recorded
 from roundhouse.errors import ConfigError
 
 MASK = "****"
 
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
-"""Of an environment variable, which is no place for the secret itself."""
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$"), Consent("secret")]
+"""Name of an environment variable that holds a secret, never the secret itself."""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # fmt: off
@@ -36,14 +36,14 @@ _SECRET_WORDS = frozenset((
     "credentials", "creds", "authorization", "auth", "bearer", "cookie", "pwd", "sas",
 ))
 _PLAIN_WORDS = frozenset(("key", "keys", "tokens"))
-"""Which speak of a secret only after one of the next: `api_key`, not `sort_key`; `max_tokens` is a count."""
+"""Words that mean a secret only after one of the next words: `api_key`, not `sort_key`; `max_tokens` is a count."""
 _OWNERS = frozenset(("api", "access", "auth", "secret", "private", "service", "account", "subscription", "signing"))
 # fmt: on
 _SCHEMES = frozenset(("none", "basic", "bearer", "digest", "oauth2", "token"))
 """The way of authentication, not the credential: `auth: bearer`."""
 _NAME, _PLACEHOLDERS = re.compile(r"[A-Za-z_][\w .-]*"), "${<%="
 _SIGNATURES = frozenset(("sig", "signature", "x-amz-signature", "x-goog-signature"))
-"""Of a URL's query: such a URL by itself permits what it was signed for."""
+"""Parameters of a URL's query: such a URL by itself permits the signed action."""
 _TEXT_TOKENS = frozenset(("bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "unk"))
 """Before `token`, which is then one of a vocabulary."""
 _USER = re.compile(r"\b(\w+)://([^/@\s]+)@")
@@ -77,7 +77,7 @@ def read_secret(variable: str, file: str | None = None) -> str | None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value is a secret by its name: `api_key`, `DB_PASSWORD`, `hfToken`; not `token_file`, `sort_key`."""
+    """Return whether a key names a secret: `api_key`, `DB_PASSWORD`, `hfToken`; not `token_file`, `sort_key`."""
     words = _words(name)
     before, last = words[-2:-1], words[-1:]
     if not last or last[0] not in _SECRET_WORDS or (last == ["token"] and not _TEXT_TOKENS.isdisjoint(before)):
@@ -89,8 +89,8 @@ def refuse_secrets(tree: Any, *, by_name: bool) -> None:
     """Refuse a tree of configuration that holds a secret.
 
     Args:
-        by_name: also a value whose key speaks of a secret; for keys that a person chose. Ours never hold one, and some name
-            the place of one (`infra.secret`, a Kubernetes Secret).
+        by_name: also refuse a value whose key names a secret; for keys chosen by users. Our keys never hold one, and
+            some name its place (`infra.secret`, a Kubernetes Secret).
 
     Raises:
         ValueError: names the key and the remedy, and not the value.
@@ -113,15 +113,16 @@ def _recordable(tree: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     return tree
 
 
-Parameters = Annotated[dict[str, Any], AfterValidator(_recordable)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_recordable), Consent("parameters")]
 """Free-form values that can be recorded: without secrets, infinities and NaN."""
 
 
 def resolved(tree: Any) -> Any:
-    """Free-form parameters with the secrets that they name: {"variable": NAME} and {"file": PATH} under a secret's name.
+    """Return free-form parameters with their secrets: {"variable": NAME} and {"file": PATH} under a secret's name are
+    replaced.
 
     Raises:
-        ConfigError: there is no such variable or file.
+        ConfigError: the variable or file does not exist.
     """
     if isinstance(tree, list):
         return [resolved(child) for child in tree]
@@ -133,11 +134,24 @@ def resolved(tree: Any) -> Any:
     }
 
 
+def secret_places(tree: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of each secret that `resolved` reads: ("api_key.variable", "JUDGE_KEY")."""
+    if isinstance(tree, list):
+        for index, child in enumerate(tree):
+            yield from secret_places(child, f"{place}{index}.")
+    elif isinstance(tree, dict):
+        for name, child in tree.items():
+            if is_secret_name(str(name)) and _is_place(child):
+                yield from ((f"{place}{name}.{kind}", value) for kind, value in child.items())
+            else:
+                yield from secret_places(child, f"{place}{name}.")
+
+
 def _secret_at(place: dict[str, str], name: str) -> str:
-    found = read_secret(place.get("variable", ""), place.get("file"))
-    if found is None:
+    secret = read_secret(place.get("variable", ""), place.get("file"))
+    if secret is None:
         raise ConfigError(f"environment.parameters: {name} is in {place['variable']}, which is not set. Set it.")
-    return found
+    return secret
 
 
 def _is_place(node: Any) -> bool:
@@ -145,7 +159,7 @@ def _is_place(node: Any) -> bool:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in a tree that is no container."""
+    """Yield dotted key and value of every leaf of a tree."""
     if isinstance(node, dict):
         for name, child in node.items():
             yield from _leaves(child, f"{place}.{name}" if place else str(name))
@@ -212,7 +226,7 @@ def _assignments(text: str) -> Iterator[tuple[str, str]]:
             if equals and _NAME.fullmatch(name) and value and value[0] not in _PLACEHOLDERS:
                 yield name, value
             elif not equals and ";" not in line:
-                break  # what follows is a command or a sentence
+                break  # a command or a sentence follows
 
 
 def masked(node: Any, key: str = "") -> Any:

@@ -1,7 +1,7 @@
-"""What a simulation is made of: the plan, the machines, how long things take and how often they fail.
+"""Scenario of a simulation: plan, machines, durations and failure rates.
 
-Invariant: equal scenarios give equal results; all chance comes from `seed`, and a rollout's length does not depend on the mode,
-so that two modes are compared on the same work.
+Invariant: equal scenarios give equal results; all randomness comes from `seed`, and a rollout's length does not depend
+on the mode, so modes are compared on the same work.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from roundhouse.config.rollout import Asynchrony
 from roundhouse.config.section import PositiveFloat, PositiveInt, ProperFraction, Section
 from roundhouse.config.yaml_text import read_yaml
 from roundhouse.errors import ConfigError
+from roundhouse.shipped import shipped
 
 
 class Constant(Section):
@@ -38,7 +39,7 @@ class LogNormal(Section):
 
 
 class Measured(Section):
-    """Drawn from what was measured, each value once before any comes again."""
+    """Drawn from measurements, each value once before any repeats."""
 
     kind: Literal["measured"]
     values: Annotated[tuple[float, ...], Field(min_length=1)]
@@ -72,11 +73,11 @@ class EngineScenario(Section):
     refit_seconds: Distribution = Constant(kind="constant", value=5.0)
     """From the decision to give a replica new weights until it proved that it holds them; it generates nothing meanwhile."""
     gpus: PositiveInt = 1
-    """Of a replica; only reported."""
+    """GPUs of a replica; only reported."""
 
 
 class TrainerScenario(Section):
-    """What happens to a batch until its version is in the store."""
+    """Time of a batch until its version is stored."""
 
     seconds: Distribution = Constant(kind="constant", value=60.0)
     """Validate, train and checkpoint."""
@@ -84,16 +85,16 @@ class TrainerScenario(Section):
 
 
 class FaultScenario(Section):
-    """What goes wrong."""
+    """Rates of failures."""
 
     rollout: ProperFraction = 0.0
     """Share of attempts that end in a failure, after all their work."""
     attempts: PositiveInt = 3
-    """Of a rollout; the last failure stays on record."""
+    """Attempts at a rollout; the last failure stays on record."""
     transfer: ProperFraction = 0.0
     training: ProperFraction = 0.0
     replica_hours: PositiveFloat | None = None
-    """Mean hours until a replica is lost, with what runs on it. Unset: never."""
+    """Mean hours until a replica is lost, with its running rollouts. Unset: never."""
     replica_return_seconds: Annotated[float, Field(ge=0)] = 120.0
 
 
@@ -103,7 +104,7 @@ class Scenario(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     iterations: PositiveInt = 50
     groups: PositiveInt = 32
-    """Of an iteration."""
+    """Groups of an iteration."""
     group_size: PositiveInt = 8
     asynchrony: Asynchrony = Asynchrony()
     rollout: RolloutDistribution = LogNormal(kind="log-normal", median=60.0)
@@ -133,7 +134,7 @@ def scenario_tree(file: Path | None, overrides: Sequence[str], base: dict[str, A
     """
     tree = dict(base or {})
     if file is not None:
-        read = read_yaml(file) or {}
+        read = read_yaml(shipped(file)) or {}
         if not isinstance(read, dict):
             raise ConfigError(
                 f"{file} holds a {type(read).__name__}, not a mapping of keys. See configs/simulation/example.yaml."
@@ -156,6 +157,6 @@ def parse_scenario(tree: dict[str, Any]) -> Scenario:
         lines = []
         for item in error.errors():
             where = ".".join(str(part) for part in item["loc"]) or "scenario"
-            given = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
-            lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ')}{given}")
+            value = "" if item["type"] in ("missing", "value_error") else f" (given: {item['input']!r})"
+            lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ')}{value}")
         raise ConfigError("The scenario cannot be simulated:\n" + "\n".join(lines)) from None

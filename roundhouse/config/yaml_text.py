@@ -13,18 +13,21 @@ from typing import Any
 
 import yaml
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.text_files import decode_text
 
 MAX_DEPTH = 100
 """Levels of nesting; PyYAML and pydantic recurse, and Python ends that at about a thousand calls."""
 MAX_NODES = 100_000
-"""Keys, values and collections, those that aliases repeat included: eight levels of nine aliases would be 43 million."""
+"""Limit of keys, values and collections, including repetitions by aliases: eight levels of nine aliases would be 43
+million."""
 Variable = Callable[[str, str | None], str]
-"""The text of a variable, from its name and what stands after `:-`, if anything."""
+"""Function that returns the text of a variable, from its name and the text after `:-`, if any."""
 _VARIABLE = re.compile(r"\$\{\w+(?::-(?:(?:\{[^{}]*\}|[^{}\n])*(?=\})|[^}]*))?\}")
-"""A default may hold pairs of braces; one whose braces do not pair in its line ends at the first that closes."""
+"""A default may hold pairs of braces; one with unpaired braces in its line ends at the first closing one."""
 _HIDE = {ord(sign): 0xE000 + ord(sign) for sign in "${}[],:?#"}
-"""What would end a scalar, or begin something else, as private characters: so a variable is part of its scalar anywhere."""
+"""Characters that would end a scalar or begin another node, as private ones, so that a variable is always part of its
+scalar."""
 _SHOW = {hidden: sign for sign, hidden in _HIDE.items()}
 _HIDDEN = re.compile(
     "\ue024\ue07b(\\w+)(?:\ue03a-((?:\ue07b[^\ue07b\ue07d]*\ue07d|[^\ue07b\ue07d\n])*(?=\ue07d)|[^\ue07d]*))?\ue07d"
@@ -43,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        begun, line, anchor = self._nodes, event.start_mark.line + 1, getattr(event, "anchor", None)
+        first_node, line, anchor = self._nodes, event.start_mark.line + 1, getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self.anchors and anchor not in self._sizes:
                 raise yaml.YAMLError(f"the alias *{anchor} in line {line} stands inside of what it names")
@@ -56,19 +59,20 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise yaml.YAMLError(f"line {line} is nested more than {MAX_DEPTH} levels deep")
-        held = self._expand(event, line) if isinstance(event, yaml.ScalarEvent) else None
+        expanded = self._expand(event, line) if isinstance(event, yaml.ScalarEvent) else None
         node = super().compose_node(parent, index)
-        if held is not None:
-            node = held
+        if expanded is not None:
+            node = expanded
             if anchor is not None:
-                self.anchors[anchor] = held
+                self.anchors[anchor] = expanded
         self._depth -= 1
         if anchor is not None and not isinstance(event, yaml.AliasEvent):
-            self._sizes[anchor] = self._nodes - begun
+            self._sizes[anchor] = self._nodes - first_node
         return node
 
     def _expand(self, event: yaml.ScalarEvent, line: int) -> yaml.Node | None:
-        """Put the texts of its variables into a scalar; what one alone holds, where that is a list, a mapping or in quotes."""
+        """Insert the texts of its variables into a scalar. A variable that is the whole scalar may hold a list, a
+        mapping or quoted text."""
         variable = self._variable
         if variable is None or not _HIDDEN.search(event.value):
             return None
@@ -107,13 +111,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, variable: Variable | None = None) -> Any:
-    """The value of a YAML text; with `variable`, `${NAME}` and `${NAME:-default}` in its scalars are what that gives.
+    """Parse a YAML text; `variable` resolves `${NAME}` and `${NAME:-default}` in its scalars.
 
-    A variable is text of its scalar, whatever it holds. A scalar without quotes is then read as a number, null, … where it is
-    one, and as a list, a mapping or text in quotes where one variable is all of it.
+    A variable is text of its scalar, whatever it holds. An unquoted scalar is then read as a number, null, … if it is
+    one, and as a list, a mapping or quoted text if one variable is all of it.
 
     Raises:
-        yaml.YAMLError: no YAML, a key given twice, too deep, too large, or a value that is none, such as the 31st of February.
+        yaml.YAMLError: invalid YAML, a key given twice, too deep, too large, or an invalid value, such as the 31st of
+        February.
     """
     loader = _Loader(text, variable)
     try:
@@ -125,16 +130,15 @@ def load_yaml(text: str, variable: Variable | None = None) -> Any:
 
 
 def read_yaml(file: Path, variable: Variable | None = None) -> Any:
-    """The value of a YAML file, as `load_yaml` has it.
+    """Parse a YAML file as `load_yaml` does.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML that `load_yaml` takes.
+        ConfigError: it cannot be read, or is not valid YAML for `load_yaml`.
     """
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        at = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        raise ConfigError(f"{file} is not UTF-8 text: {at}. Save it as UTF-8.") from None
+        text = decode_text(file.read_bytes(), str(file))
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
     try:
@@ -143,7 +147,7 @@ def read_yaml(file: Path, variable: Variable | None = None) -> Any:
         raise ConfigError(f"{file} is not valid YAML: {str(error).translate(_SHOW).rstrip('.')}.") from error
 
 
-_IN_WORDS = {  # every pattern of a key or form field: an expression is no remedy; a test goes through all schemas
+_IN_WORDS = {  # each pattern of a key or form field, because an expression is not a remedy; a test checks all schemas
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "small letters, digits, '.', '_' and '-', beginning with a letter or digit; at most 63",
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "letters, digits, '.', '_' and '-', beginning with a letter or digit; at most 63",
     r"^[A-Za-z0-9][A-Za-z0-9._ -]{0,99}$": (
@@ -174,7 +178,7 @@ _IN_WORDS = {  # every pattern of a key or form field: an expression is no remed
 
 
 def in_words(pattern: str) -> str:
-    """What a value must look like.
+    """Describe the required form of a value.
 
     >>> in_words("^https?://[^/]+")
     'an address that begins with http:// or https://'

@@ -1,8 +1,8 @@
-"""The environments that come with Roundhouse, and the way to one of your own.
+"""Included environments, and loading of custom ones.
 
-Invariant: `load` and `load_any` either return an environment that can be used, or raise a ConfigError that names the key at
-fault. A built-in environment is a section in `roundhouse.config.environments`, a class, and a line in `BUILT_IN`: the section's
-fields are the class's keyword arguments. Its module is imported when it is first asked for.
+Invariant: `load` and `load_any` return a usable environment, or raise a ConfigError that names the faulty key. An
+environment is a plug-in of role `environment`: a section, and a class whose keyword arguments are the section's fields.
+Its module is imported on first use.
 """
 
 from __future__ import annotations
@@ -14,60 +14,27 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from roundhouse import plugins
 from roundhouse.config.environments import (
-    ArithmeticChainEnvironment,
-    BugFixEnvironment,
-    CalculatorEnvironment,
-    CodeEnvironment,
-    CommandEnvironment,
-    CountdownEnvironment,
     CustomEnvironment,
     EnvironmentConfig,
-    FrozenLakeEnvironment,
-    GuessNumberEnvironment,
-    InstructionConstraintsEnvironment,
-    LookupEnvironment,
+    EnvironmentSection,
     MixtureEnvironment,
-    NemoGymEnvironment,
-    ShortQuestionsEnvironment,
-    SortEnvironment,
-    SqlWorldEnvironment,
-    SudokuEnvironment,
-    TerminalEnvironment,
-    WarehouseEnvironment,
-    WorkerEnvironment,
     environments_in,
 )
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import resolved
-from roundhouse.config.section import Section
 from roundhouse.environments.base import Environment, GymnasiumEnvironment, Split, TaskRow, TaskSource
 from roundhouse.environments.calculator import Calculator
 from roundhouse.environments.sandboxed import SandboxedEnvironment
 from roundhouse.environments.search import GuessNumber
 from roundhouse.environments.single_turn import Sort
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.imports import load_class
+from roundhouse.user_code import describe_error
 
-__all__ = ["BUILT_IN", "Calculator", "GuessNumber", "Sort", "load", "load_any"]
+__all__ = ["Calculator", "GuessNumber", "Sort", "included_sections", "load", "load_any"]
 
-BUILT_IN: dict[type[Section], str] = {
-    CalculatorEnvironment: "calculator:Calculator",
-    SortEnvironment: "single_turn:Sort",
-    GuessNumberEnvironment: "search:GuessNumber",
-    ArithmeticChainEnvironment: "calculator:ArithmeticChain",
-    LookupEnvironment: "search:Lookup",
-    CountdownEnvironment: "single_turn:Countdown",
-    SudokuEnvironment: "single_turn:Sudoku",
-    WarehouseEnvironment: "warehouse:Warehouse",
-    SqlWorldEnvironment: "sql_world:SqlWorld",
-    CodeEnvironment: "code:Code",
-    TerminalEnvironment: "terminal:Terminal",
-    BugFixEnvironment: "bug_fix:BugFix",
-    InstructionConstraintsEnvironment: "single_turn:InstructionConstraints",
-    ShortQuestionsEnvironment: "short_questions:ShortQuestions",
-    FrozenLakeEnvironment: "frozen_lake:FrozenLake",
-}
-"""From a kind's configuration to its class in this package."""
 _KINDS: tuple[type[Environment], type[GymnasiumEnvironment]] = (Environment, GymnasiumEnvironment)
 
 
@@ -77,25 +44,31 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     Raises:
         ConfigError: it cannot be imported or made, or it lives in another process.
     """
-    if type(config) in BUILT_IN:
-        return built_in(config.model_copy(update={"rubric": None, "audit": None}))
-    found: Any = class_of(config)
-    assert isinstance(config, CustomEnvironment), "no other kind has a class here"
+    if isinstance(config, CustomEnvironment):
+        return _custom(config)
+    if isinstance(config, MixtureEnvironment):
+        raise ConfigError(config.elsewhere())
+    plain = config.model_copy(update={"rubric": None, "audit": None})
+    return made_once(plain) if config.is_included else _made(plain)
+
+
+def _custom(config: CustomEnvironment) -> Environment | GymnasiumEnvironment:
+    symbol: Any = class_of(config)
     try:
-        made: Environment | GymnasiumEnvironment = found(**resolved(config.parameters))
+        environment: Environment | GymnasiumEnvironment = symbol(**resolved(config.parameters))
     except TypeError as error:
         raise ConfigError(
             f"environment.parameters {config.parameters!r} do not fit {config.target}: {error}. "
             "They are the keyword arguments of the class."
         ) from error
-    return made
+    return environment
 
 
 def load_to_serve(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
-    """As `load_any`, for a resources server, which has neither rubric nor audit.
+    """Load as `load_any` does, for a resources server, which has neither rubric nor audit.
 
     Raises:
-        ConfigError: as `load_any`, or there is one of them.
+        ConfigError: as `load_any`, or one of them is set.
     """
     for key in ("rubric", "audit"):
         if getattr(config, key, None) is not None:
@@ -114,24 +87,52 @@ def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnv
     """
     if isinstance(config, CustomEnvironment):
         return load_class(config.target, _KINDS, "environment.target")
-    if type(config) not in BUILT_IN:
-        raise ConfigError(_elsewhere(config))
-    return load_class(f"{__name__}.{BUILT_IN[type(config)]}", _KINDS, "environment.kind")
+    if problem := config.elsewhere():
+        raise ConfigError(problem)
+    symbol = plugins.factory("environment", config.kind)
+    if isinstance(symbol, type) and issubclass(symbol, _KINDS):
+        return symbol
+    raise ConfigError(
+        f"environment.kind is {config.kind}, whose plug-in makes a {symbol!r}: it must be a subclass of Environment or "
+        "GymnasiumEnvironment (roundhouse.environments.base). Correct the factory of the plug-in."
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def built_in(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
-    """The environment of a built-in kind; one for the same configuration, since each stage asks and generating takes time."""
-    found: Any = class_of(config)
-    made: Environment | GymnasiumEnvironment = found(
-        **{name: getattr(config, name) for name in type(config).model_fields if name not in ("kind", "rubric", "audit")}
-    )
-    return made
+def made_once(config: EnvironmentSection) -> Environment | GymnasiumEnvironment:
+    """Make one environment for the same section: each stage asks, and generating takes time."""
+    return _made(config)
+
+
+def _made(config: EnvironmentSection) -> Environment | GymnasiumEnvironment:
+    symbol: Any = class_of(config)
+    own = type(config).model_fields.keys() - EnvironmentSection.model_fields.keys() - {"kind", "mcp_servers"}
+    try:
+        environment: Environment | GymnasiumEnvironment = symbol(**{name: getattr(config, name) for name in own})
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.kind is {config.kind}, whose class {symbol.__name__} cannot be made with the keys of its section "
+            f"({', '.join(sorted(own)) or 'none'}): {describe_error(error)}. Correct the plug-in."
+        ) from error
+    return environment
+
+
+def included_sections() -> list[type[EnvironmentSection]]:
+    """Return the sections of the environments that come with Roundhouse."""
+    sections = (each for each in Kinds("environment").sections() if issubclass(each, EnvironmentSection))
+    return [each for each in sections if each.is_included]
+
+
+def has_own_splits(config: EnvironmentConfig) -> bool:
+    """Return whether all tasks are made by included environments, whose splits are disjoint and fixed by the
+    configuration."""
+    files = [getattr(config, name, None) for name in ("train_tasks", "heldout_tasks")]
+    return not any(files) and all(each.is_included for each in environments_in(config).values())
 
 
 def first_task(config: EnvironmentConfig) -> TaskRow | None:
-    """The first training task, made as a run makes it: what fails at the first task fails here. None where an environment lives
-    in another process, or has none. Of a mixture, the one with most tools.
+    """Make the first training task as a run does, so that its errors show here. Return None if the environment is in
+    another process or has no task; for a mixture, the task with most tools.
 
     Raises:
         ConfigError: the environment or its task cannot be made.
@@ -139,33 +140,35 @@ def first_task(config: EnvironmentConfig) -> TaskRow | None:
     if isinstance(config, MixtureEnvironment):
         rows = [row for each in config.environments.values() if (row := first_task(each)) is not None]
         return max(rows, key=lambda row: len(row.get("responses_create_params", {}).get("tools") or ()), default=None)
-    if type(config) not in BUILT_IN and not isinstance(config, CustomEnvironment):
+    if config.elsewhere():
         return None
     environment = load_any(config)
     try:
         return next(iter(environment.tasks("train")), None)
+    except RoundhouseError:
+        raise
     except Exception as error:
         raise ConfigError(
-            f"environment.kind is {config.kind}: its first training task cannot be made: {type(error).__name__}: {error}. "
+            f"environment.kind is {config.kind}: its first training task cannot be made: {describe_error(error)}. "
             "Change the section environment."
         ) from error
 
 
 def check_sandboxes(config: EnvironmentConfig) -> None:
-    """Start one sandbox of each environment in this process that has them, so that what is missing is found before a run.
+    """Start one sandbox of each environment in this process that has them, so that faults show before a run.
 
     Raises:
         ConfigError: none can be started here.
     """
     for each in environments_in(config).values():
-        if type(each) in BUILT_IN or isinstance(each, CustomEnvironment):
+        if not each.elsewhere():
             environment = load_any(each)
             if isinstance(environment, SandboxedEnvironment):
                 environment.check_sandbox()
 
 
 class Mixture(TaskSource):
-    """The environments of a mixture that can be in this process and have demonstrations: what a warm start begins with."""
+    """The environments of a mixture that can be in this process and have demonstrations, for a warm start."""
 
     name = "mixture"
 
@@ -180,7 +183,7 @@ class Mixture(TaskSource):
 
 
 def demonstrating(config: EnvironmentConfig) -> TaskSource:
-    """What a warm start learns from: the environment; of a mixture, those in it that have demonstrations.
+    """Return a warm start's source: the environment; for a mixture, those of its environments that have demonstrations.
 
     Raises:
         ConfigError: as `load_any`, or no environment of the mixture has any.
@@ -191,10 +194,10 @@ def demonstrating(config: EnvironmentConfig) -> TaskSource:
 
 
 def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
-    """Refuse an environment that a warm start cannot begin with, before anything is made of it.
+    """Refuse an environment without demonstrations for a warm start, before anything is made of it.
 
     Raises:
-        ConfigError: it has no `demonstrations` of its own, or cannot be imported.
+        ConfigError: it has no `demonstrations` method, or cannot be imported.
     """
     if isinstance(config, MixtureEnvironment):
         if not any(_demonstrates(each) for each in config.environments.values()):
@@ -204,12 +207,11 @@ def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
 
 
 def _demonstrates(config: EnvironmentConfig) -> bool:
-    in_process = isinstance(config, CustomEnvironment) or type(config) in BUILT_IN
-    return in_process and class_of(config).demonstrations is not TaskSource.demonstrations
+    return not config.elsewhere() and class_of(config).demonstrations is not TaskSource.demonstrations
 
 
 def without_demonstrations(name: str) -> ConfigError:
-    """That a warm start has nothing to begin with."""
+    """Return the error that a warm start has no demonstrations."""
     return ConfigError(
         f"policy.kind is warm_start, but the environment {name} has no demonstrations to start on. Give it a "
         "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
@@ -232,10 +234,10 @@ def load(config: EnvironmentConfig) -> Environment:
 
 
 def environment_config(name: str, parameters: str = "{}") -> EnvironmentConfig:
-    """The configuration of a kind of environment, or of `module:Class`, with JSON parameters.
+    """Return the configuration of a kind of environment, or of `module:Class`, with JSON parameters.
 
     Raises:
-        ConfigError: there is no such kind, or the parameters do not fit.
+        ConfigError: the kind is unknown, or the parameters do not fit.
     """
     try:
         values = orjson.loads(parameters)
@@ -252,32 +254,3 @@ def environment_config(name: str, parameters: str = "{}") -> EnvironmentConfig:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise ConfigError(f"--environment {name}: {problems}") from error
     return config
-
-
-def _elsewhere(config: EnvironmentConfig) -> str:
-    if isinstance(config, WorkerEnvironment):
-        return (
-            f"environment.kind is worker ({config.worker}): its rollouts are played by that class, which has no "
-            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
-        )
-    if isinstance(config, CommandEnvironment):
-        return (
-            f"environment.kind is command ({config.command[0]}): its rollouts are played by that program, which has no "
-            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
-        )
-    if isinstance(config, NemoGymEnvironment):
-        return (
-            f"environment.kind is nemo_gym ({', '.join(config.config_paths)}): its tasks, tools and verifiers live in the "
-            "servers that the run starts, which have no demonstrations. Set policy.kind to pretrained."
-        )
-    if isinstance(config, MixtureEnvironment):
-        return (
-            f"environment.kind is mixture ({', '.join(config.environments)}), but one environment is needed here. Name one of "
-            "these."
-        )
-    return (
-        f"environment.kind is {config.kind} ({getattr(config, 'url', None)}): its tasks, tools and verifier live in that "
-        "server and cannot be loaded into this process. Reach it over HTTP for rollouts; where an environment must be in "
-        "process (a warm_start policy, serving it yourself), set environment.kind to calculator, sort, another built-in "
-        "kind, or custom."
-    )

@@ -1,10 +1,10 @@
 """The base of every environment: tasks, a session, tools and a verifier, or the Gymnasium protocol, in plain Python.
 
-One class serves two homes on the same code: the rollout engine calls it in its own process, and
-`roundhouse.compat.nemo_gym.servers.resources` serves it over HTTP (/seed_session, /<tool>, /verify).
+The rollout engine calls the class in its own process, and `roundhouse.compat.nemo_gym.servers.resources` serves the
+same class over HTTP (/seed_session, /<tool>, /verify).
 
-Invariant: everything that belongs to one rollout lives in the session object that `seed_session` (or `reset`) returned; the
-environment itself is shared by all rollouts and never changes. A verifier that cannot judge raises; it never makes up a reward.
+Invariant: a rollout's state is in the session object that `seed_session` (or `reset`) returned; the environment itself
+is shared by all rollouts and never changes. A verifier that cannot judge raises; it never invents a reward.
 
     class Weather(Environment):
         name = "weather"
@@ -19,25 +19,18 @@ environment itself is shared by all rollouts and never changes. A verifier that 
         async def verify(self, session, row, response):
             return Verdict(reward=float(row["answer"] in final_text(response).lower()))
 
-Whatever arguments a policy invents, the answer of a tool is a text it can be shown; only an environment that says that its
-infrastructure failed (`InfraError`) ends the rollout. The texts are the bodies that a resources server sends:
+Every tool call, with any arguments, gets a text as its answer; only an environment that reports an infrastructure
+failure (`InfraError`) ends the rollout. The texts are a resources server's bodies: unknown tool 404, bad arguments 422,
+an exception 500 (`"ValueError('no such city')"`), a str as it is, anything else as JSON.
 
-    unknown tool     404  {"detail":"Not Found"}
-    bad arguments    422  {"detail":[{"type":"missing","loc":["body","city"],"msg":"Field required","input":{}}]}
-    the tool raises  500  "ValueError('no such city')"
-    a str            200  as it is; anything else as JSON
-
-In the Gymnasium protocol the return of an episode is the sum of its steps' rewards; there is no verifier:
-
-    state, first = await game.reset(row)         first observation, shown after the row's own input
-    step = await game.step(state, response)      `response` is the Responses object of the newest model call alone
-    …until step.terminated or step.truncated, or the agent's own limit of turns
-    await game.close(state)                      once, however the episode ended
+In the Gymnasium protocol (`reset`, `step` until terminated or truncated, `close`) the return of an episode is the sum
+of its steps' rewards, without a verifier. `response` in `step` is the Responses object of the newest model call alone.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,16 +40,21 @@ import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from roundhouse.errors import InfraError
+from roundhouse.errors import DataError, InfraError
+from roundhouse.generation.tool_calls import broken_call_problem
+from roundhouse.trajectories.storable import storable_text
+from roundhouse.user_code import describe_error, shown
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "heldout"]
 Restoration = Literal["none", "replay", "snapshot"]
-"""How a rollout that was interrupted between two model calls can resume.
+"""Method by which a rollout that was interrupted between two model calls resumes.
 
-none       not at all: it starts again from its first call
-replay     its tool calls (or steps) are made again on a new session, in order, and must be answered as they were. For worlds
-           that answer the same every time, and whose repetition has no effect outside
-snapshot   a session is restored from what it wrote down before the newest model call; earlier calls are not made again
+none       it restarts from its first call
+replay     its tool calls (or steps) are repeated on a new session, in order, and must get equal answers. For deterministic
+           environments whose repetition has no outside effect
+snapshot   a session is restored from its snapshot before the newest model call; earlier calls are not repeated
 """
 TaskRow = dict[str, Any]
 """A NeMo Gym task row: `responses_create_params` (input, tools) and the verifier's fields next to it. `task_id` is unique."""
@@ -70,9 +68,13 @@ _JSON_TYPES: dict[Any, str] = {
 }
 
 
+class BadReward(DataError):
+    """The verdict's reward (or one of its numbers) is not a finite number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says of a finished rollout."""
+    """A verifier's judgement of a finished rollout."""
 
     reward: float
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -140,17 +142,17 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
 
 def marked_tools(owner: object) -> dict[str, Tool]:
     """The methods of `owner` that `tool` marked, by name."""
-    found = {}
+    tools = {}
     for name in dir(type(owner)):
         mark = getattr(getattr(type(owner), name), "__roundhouse_tool__", None)
         if mark is not None:
             description, schema = mark
-            found[name] = Tool(name, description, schema, getattr(owner, name))
-    return found
+            tools[name] = Tool(name, description, schema, getattr(owner, name))
+    return tools
 
 
 class TaskSource(ABC):
-    """What environments of both protocols have."""
+    """Common part of environments of both protocols."""
 
     name: ClassVar[str]
     restoration: ClassVar[Restoration] = "none"
@@ -172,7 +174,7 @@ class TaskSource(ABC):
         return (self,)
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools that every task row carries: none, unless an environment says otherwise."""
+        """Return the tools of every task row; by default none."""
         return []
 
 
@@ -184,10 +186,11 @@ class Environment(TaskSource):
         return None
 
     async def close_session(self, session: Any) -> None:
-        """Give back what the session holds: a process, a directory, a connection. Called once, however the rollout ended."""
+        """Release the session's resources: a process, a directory, a connection. Called once, however the rollout
+        ended."""
 
     async def snapshot_session(self, session: Any) -> Any:
-        """The session as a JSON value, where `restoration` is snapshot. No tool runs meanwhile."""
+        """Return the session as a JSON value, if `restoration` is snapshot. No tool runs at the same time."""
         return None
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
@@ -217,7 +220,7 @@ def task_row(prompt: str, *, task_id: str, tools: Sequence[dict[str, Any]] = (),
 
 
 def final_text(response: dict[str, Any]) -> str:
-    """Text of the last assistant message of a Responses object; empty when there is none."""
+    """Return the text of the last assistant message of a Responses object; empty without one."""
     for item in reversed(response.get("output", [])):
         if item.get("type") == "message" and item.get("role") == "assistant":
             return "".join(part.get("text", "") for part in item.get("content", []))
@@ -226,7 +229,7 @@ def final_text(response: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GymStep:
-    """What the world answers to an action."""
+    """The environment's answer to an action."""
 
     observation: str | None
     """Shown to the policy as a user message; None shows nothing."""
@@ -266,15 +269,15 @@ class GymnasiumEnvironment(TaskSource):
         """Play the policy's newest answer."""
 
     async def snapshot(self, state: Any) -> Any:
-        """The state as a JSON value. Needed where `restoration` is snapshot."""
+        """Return the state as a JSON value. Required if `restoration` is snapshot."""
         raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
 
     async def restore(self, row: TaskRow, snapshot: Any) -> Any:
-        """The state that `snapshot` shows. Needed where `restoration` is snapshot."""
+        """Restore the state of a `snapshot`. Required if `restoration` is snapshot."""
         raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
 
     async def close(self, state: Any) -> None:
-        """Give back what the state holds. Called once, however the episode ended."""
+        """Release the state's resources. Called once, however the episode ended."""
 
 
 RESERVED = frozenset({"verify", "seed_session", "aggregate_metrics", "mcp"})
@@ -300,14 +303,38 @@ class ToolResult:
 NOT_FOUND = ToolResult('{"detail":"Not Found"}', 404)
 
 
-def invalid_arguments(error: ValueError) -> ToolResult:
-    """The answer to arguments that are not JSON; such a call never reaches the environment."""
-    return ToolResult(_json({"error": f"Invalid tool call arguments: {error}"}), 400)
+MOST_LOGGED = 100
+MOST_NESTED = 200
+"""Levels of a call's arguments. JSON of more than some 900 cannot be written again."""
+
+
+def read_arguments(text: str) -> Any:
+    """Return the arguments of a tool call.
+
+    Raises:
+        ValueError: they are not JSON, or nested too deeply.
+    """
+    value = orjson.loads(text)
+    if text.count("[") + text.count("{") > MOST_NESTED:
+        level = [value]
+        for _ in range(MOST_NESTED):
+            inner = (
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            )
+            level = [part for parts in inner for part in parts]
+        if level:
+            raise ValueError(f"they are nested more than {MOST_NESTED} levels deep")
+    return value
+
+
+def invalid_arguments(arguments: str, error: ValueError) -> ToolResult:
+    """The answer to arguments that `read_arguments` refuses; such a call never reaches the environment."""
+    return ToolResult(_json({"error": f"Invalid tool call arguments: {broken_call_problem(arguments) or error}"}), 400)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """What a tool returns that knows what the turn was worth: a part of the reward that `verify` gives the whole rollout."""
+    """A tool's result with a reward for the turn: a part of the reward that `verify` gives the whole rollout."""
 
     answer: Any
     reward: float
@@ -323,6 +350,8 @@ class Toolbox:
     """The tools of one environment and the types of their arguments, made once."""
 
     def __init__(self, environment: HasTools) -> None:
+        self._raised: set[str] = set()
+        """Errors of tools that were logged: one log line each, and `MOST_LOGGED` lines, however many rollouts run into them."""
         self._tools = {
             name: (tool, _arguments_type(tool)) for name, tool in environment.tools().items() if name not in RESERVED
         }
@@ -331,10 +360,10 @@ class Toolbox:
         return name in self._tools
 
     async def call(self, session: Any, name: str, arguments: Any) -> ToolResult:
-        """Call a tool with arguments as a policy gave them (any JSON value).
+        """Call a tool with a policy's arguments (any JSON value).
 
         Raises:
-            InfraError: the tool says that its infrastructure failed.
+            InfraError: the tool reports an infrastructure failure.
         """
         if name not in self._tools:
             return NOT_FOUND
@@ -347,12 +376,15 @@ class Toolbox:
             value = await tool.call(session, **checked)
             value, reward = (value.answer, value.reward) if isinstance(value, Rewarded) else (value, None)
             if isinstance(value, str):
-                value.encode()  # a lone surrogate could be neither sent nor stored: let it count as the tool's failure
-                return ToolResult(value, is_json=False, reward=reward)
+                return ToolResult(storable_text(value), is_json=False, reward=reward)
             return ToolResult(_json(value), reward=reward)
         except InfraError:
             raise
         except Exception as error:  # noqa: BLE001 - a tool's failure is an observation for the policy, not ours
+            text = f"{name} raised {describe_error(error)}"
+            if text not in self._raised and len(self._raised) < MOST_LOGGED:
+                self._raised.add(text)
+                logger.warning("The policy is shown an error of a tool: %s", text)
             return raised(error)
 
 
@@ -363,8 +395,7 @@ def bad_request(details: list[Any]) -> ToolResult:
 
 def raised(error: Exception) -> ToolResult:
     """The answer when a handler raised: a JSON string."""
-    text = repr(error).encode("utf-8", "replace").decode()
-    return ToolResult(_json(text), 500)
+    return ToolResult(_json(storable_text(shown(error))), 500)
 
 
 def _json(value: Any) -> str:

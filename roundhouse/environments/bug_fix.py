@@ -1,17 +1,17 @@
 """Repair a small Python repository: a test fails, hidden tests judge the repair in a fresh sandbox.
 
-Invariant: the reward is 1 exactly when every hidden test passes with the sources that the policy left. It is the sum of its
-components: `fixed` (0.7: all hidden tests of the function with the bug) and `kept` (0.3: those of all other functions; only
-with `fixed`). What the policy does outside of `library/`, to the tests too, has no part in the verdict: its sources are copied
-into a new sandbox, next to the other files as they were. That sandbox is given arguments only; results are compared here, so
-code that is judged cannot know what is expected.
+Invariant: the reward is 1 exactly if every hidden test passes with the policy's sources. It is the sum of its
+components: `fixed` (0.7: all hidden tests of the function with the bug) and `kept` (0.3: those of all other functions;
+only with `fixed`). Changes outside of `library/`, also to the tests, do not count: the policy's sources are copied into
+a new sandbox, next to the original other files. That sandbox receives only arguments, and results are compared here, so
+judged code cannot know the expected values.
 
     Repair library/: clamp(9, 0, 5) is 9, but should be 5. To run the tests: python3 run_tests.py
       ->  run(command="cat library/numbers.py") = … return max(low, value)
       ->  replace(path="library/numbers.py", old="max(low, value)", new="max(low, min(value, high))") = replaced   ->   Done.
 
-Repositories are drawn from a small set of functions and bugs. The splits share no repository; they do share functions. A wrong
-demonstration runs the tests and repairs nothing. The sandbox needs `python3`.
+Repositories are drawn from a small set of functions and bugs. The splits share no repository, but share functions. A
+wrong demonstration runs the tests and repairs nothing. The sandbox needs `python3`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ class BugFix(SandboxedEnvironment[Repository]):
         heldout_fraction: float = 0.2,
         sandbox: SandboxConfig | None = None,
     ) -> None:
-        made = distinct(lambda rng: draw(functions, rng), self.key, problems, f"bug_fix with {functions} functions")
-        super().__init__(made, heldout_fraction, sandbox or LocalSandbox())
+        repositories = distinct(
+            lambda rng: draw(functions, rng), self.key, problems, f"bug_fix with {functions} functions"
+        )
+        super().__init__(repositories, heldout_fraction, sandbox or LocalSandbox())
 
     def key(self, problem: Repository) -> str:
         return problem.key
@@ -147,15 +149,15 @@ class BugFix(SandboxedEnvironment[Repository]):
     async def verify(self, session: Sandbox, row: TaskRow, response: dict[str, Any]) -> Verdict:
         tests, broken = row["tests"], row["tests"][0][1]
         try:
-            found = await self._results(await session.read_files(), row)
+            results = await self._results(await session.read_files(), row)
         except FilesRefused:
-            found = [None] * len(tests)
-        wrong = {test[1] for value, test in zip(found, tests, strict=True) if value != canonical(test[3])}
+            results = [None] * len(tests)
+        wrong = {test[1] for value, test in zip(results, tests, strict=True) if value != canonical(test[3])}
         parts = {"fixed": FIXED * (broken not in wrong), "kept": KEPT * (not wrong)}
         return Verdict(sum(parts.values()), parts)
 
     async def _results(self, left: dict[str, bytes], row: TaskRow) -> list[str | None]:
-        """What the sources that were left return for the hidden arguments, as JSON texts; None where they raise.
+        """Return the results of the policy's sources for the hidden arguments, as JSON texts; None for exceptions.
 
         Raises:
             FilesRefused, InfraError
@@ -170,12 +172,12 @@ class BugFix(SandboxedEnvironment[Repository]):
         finally:
             await sandbox.close()
         try:
-            found = json.loads(text)
+            results = json.loads(text)
         except (ValueError, RecursionError):  # the code that is judged may have written anything there
-            found = None
-        if not isinstance(found, list) or len(found) != len(row["tests"]):
+            results = None
+        if not isinstance(results, list) or len(results) != len(row["tests"]):
             return [None] * len(row["tests"])
-        return [each[0] if isinstance(each, list) and each else None for each in found]
+        return [each[0] if isinstance(each, list) and each else None for each in results]
 
     def demonstration(self, problem: Repository, right: bool, rng: random.Random) -> Iterator[Message]:
         broken = problem.broken
@@ -195,34 +197,35 @@ def draw(count: int, rng: random.Random) -> Repository:
     """A repository of which a shown test and a hidden one fail."""
     while True:
         names = rng.sample(sorted(FUNCTIONS), count)
-        found = Repository((names[0], *sorted(names[1:])), rng.randrange(len(FUNCTIONS[names[0]].bugs)))
-        broken, key = found.broken, found.key
+        repository = Repository((names[0], *sorted(names[1:])), rng.randrange(len(FUNCTIONS[names[0]].bugs)))
+        broken, key = repository.broken, repository.key
         if all(
             any(
-                outcome(broken.source(found.bug), broken.name, arguments) != repr(result) for arguments, result in tests
+                outcome(broken.source(repository.bug), broken.name, arguments) != repr(result)
+                for arguments, result in tests
             )
             for tests in (cases(broken, f"{key}/shown", VISIBLE), cases(broken, key, HIDDEN))
         ):
-            return found
+            return repository
 
 
 def files(repository: Repository) -> dict[str, str]:
     """The repository's files: a module for each kind of functions, and the tests."""
-    made: dict[str, str] = {f"{SOURCES}__init__.py": ""}
+    texts: dict[str, str] = {f"{SOURCES}__init__.py": ""}
     lines = []
     for name in sorted(repository.functions):
         function = FUNCTIONS[name]
         path = f"{SOURCES}{function.module}.py"
         source = function.source(repository.bug if function is repository.broken else None)
-        made[path] = f"{made[path]}\n\n{source}" if path in made else source
+        texts[path] = f"{texts[path]}\n\n{source}" if path in texts else source
         for arguments, result in cases(function, f"{repository.key}/shown", VISIBLE):
             lines.append(f'    ("{name}", {function.module}.{name}, {arguments!r}, {result!r}),\n')
     modules = ", ".join(sorted({FUNCTIONS[name].module for name in repository.functions}))
-    return made | {TESTS: TESTS_FIRST.format(modules=modules) + "".join(lines) + TESTS_LAST}
+    return texts | {TESTS: TESTS_FIRST.format(modules=modules) + "".join(lines) + TESTS_LAST}
 
 
 def tested(repository: Repository, bug: int | None) -> CommandResult:
-    """What `python3 run_tests.py` does in a repository with that bug."""
+    """Return the output of `python3 run_tests.py` in a repository with that bug."""
     lines = []
     for name in sorted(repository.functions):
         function = FUNCTIONS[name]
@@ -241,7 +244,7 @@ def cases(function: Function, name: str, count: int) -> Sequence[tuple[tuple[Any
 
 
 def outcome(source: str, name: str, arguments: tuple[Any, ...]) -> str:
-    """What the tests of a repository find of a source of ours: the result, or the exception's name."""
+    """Return the result of a trusted source in a repository's tests, or the exception's name."""
     try:
         return repr(_call(source, name, arguments))
     except Exception as error:  # noqa: BLE001 - a bug of ours raises what it raises

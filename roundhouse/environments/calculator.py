@@ -2,20 +2,20 @@
 
 Calculator: two steps.
 
-Invariant: the reward is 1 exactly when the rollout ends with the sentence "The answer is N." with the right N, else 0. How
-N was found is not judged, but the policy cannot calculate, so only the tool used twice finds it reliably:
+Invariant: the reward is 1 exactly if the rollout ends with the sentence "The answer is N." with the right N, else 0.
+The method is not judged, but the policy cannot calculate, so only using the tool twice is reliable:
 
     What is 3*4+5?  ->  calculate("3*4") = 12  ->  calculate("12+5") = 17  ->  The answer is 17.
 
-The demonstrations show this procedure and three wrong ones; which is right is what training has to find out.
+The demonstrations show this procedure and three wrong ones; training must find the right one.
 
-Arithmetic chain: nested, so that the order of the steps has to be read off the brackets.
+Arithmetic chain: nested, so that the brackets give the order of the steps.
 
-Invariant: the reward is 1 exactly when the rollout ends with "The answer is N." with the right N, else 0.
+Invariant: the reward is 1 exactly if the rollout ends with "The answer is N." with the right N, else 0.
 
     What is ((3+4)*2)-5?  ->  calculate("3+4") = 7  ->  calculate("7*2") = 14  ->  calculate("14-5") = 9  ->  The answer is 9.
 
-Every intermediate value is in -999..999, and no division occurs. A wrong demonstration stops before the last step.
+Every intermediate value is in -999..999, without division. A wrong demonstration stops before the last step.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ PROBLEMS = [CalculatorProblem(a, b, c) for a in range(2, 13) for b in range(2, 6
 
 @dataclass(slots=True)
 class Tally:
-    """What one rollout did with the tool."""
+    """Counts of one rollout's tool calls."""
 
     calls: int = 0
     errors: int = 0
 
 
 def evaluate(expression: str) -> str:
-    """The value of `number operator number`, as text; "error" for anything else, and where it is no whole number."""
+    """Return the value of `number operator number` as text; "error" for anything else, and for a value that is not an
+    integer."""
     match = _EXPRESSION.fullmatch(expression)
     if match is None:
         return ERROR
@@ -128,7 +129,7 @@ class Calculator(Environment):
         rng = random.Random(seed)
         wrong = {name: share * (1 - good_fraction) / 0.75 for name, share in WRONG_PROCEDURES.items()}
         problems = self._problems[split]
-        found: list[list[Message]] = []
+        conversations: list[list[Message]] = []
         for procedure in deal({"right": good_fraction, **wrong}, count, rng):
             problem = rng.choice(problems)
             messages = [user(question(problem))]
@@ -143,8 +144,8 @@ class Calculator(Environment):
                 else:
                     messages += _used_tool("call_2", f"{problem.product}+{problem.c}")
                     messages.append(says(answer_sentence(problem.answer)))
-            found.append(messages)
-        return found
+            conversations.append(messages)
+        return conversations
 
 
 def question(problem: CalculatorProblem) -> str:
@@ -193,8 +194,10 @@ class ArithmeticChain(GeneratedEnvironment[Expression]):
 
     def __init__(self, operators: int = 3, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
         self._operators = operators
-        made = distinct(lambda rng: draw(operators, rng), str, problems, f"arithmetic_chain with {operators} operators")
-        super().__init__(made, heldout_fraction)
+        expressions = distinct(
+            lambda rng: draw(operators, rng), str, problems, f"arithmetic_chain with {operators} operators"
+        )
+        super().__init__(expressions, heldout_fraction)
 
     def key(self, problem: Expression) -> str:
         return str(problem)
@@ -219,9 +222,9 @@ class ArithmeticChain(GeneratedEnvironment[Expression]):
 
     def demonstration(self, problem: Expression, right: bool, rng: random.Random) -> Iterator[Message]:
         steps = list(problem.steps())
-        shown = steps if right else steps[:-1]
+        shown_steps = steps if right else steps[:-1]
         value = "0"
-        for number, step in enumerate(shown, 1):
+        for number, step in enumerate(shown_steps, 1):
             value = evaluate(step)
             yield calls("calculate", f"call_{number}", expression=step)
             yield returns(f"call_{number}", value)

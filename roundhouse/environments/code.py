@@ -1,15 +1,14 @@
 """Write a Python function; hidden tests judge it in a locked process.
 
-Invariant: the reward is 1 exactly when the reply's function returns what the reference returns for every hidden input, with
-equal types. It is the sum of its components: `runs` (0.1: it defines f, and no limit ended it), `passed` (0.4 times the share
-of hidden tests that pass) and `all` (0.5, when all do). Expected values are in the row, which neither the policy nor the
-process that runs its code is shown; what the policy may see are the two examples of the tool `check`.
+Invariant: the reward is 1 exactly if the reply's function returns the reference's value, with the same type, for every
+hidden input. It is the sum of its components: `runs` (0.1: it defines f, within the limits), `passed` (0.4 times the
+share of passed hidden tests) and `all` (0.5, if all pass). Expected values are in the row, which neither the policy nor
+the process with its code sees; the policy sees only the two examples of the tool `check`.
 
     Write f(xs) for a list of numbers: keep those above 3, then add 2 to each, then return the sum.
       ->  check(code="def f(xs): …") = f([4, 1, 6]) = 10, expected 14   ->   def f(xs): …
 
-What the locked process keeps out, and where it runs: see `sandbox`. A wrong demonstration leaves out one step that
-matters.
+`sandbox` describes the locked process. A wrong demonstration omits one step that matters.
 """
 
 from __future__ import annotations
@@ -63,22 +62,22 @@ class Code(GeneratedEnvironment[Exercise]):
 
     name = "code"
     restoration = "snapshot"
-    """Of a session that no tool changes: the answers of `check` are on record, so the code is not run again."""
+    """No tool changes the session: the answers of `check` are on record, so the code is not run again."""
 
     def __init__(
         self, steps: int = 3, concurrency: int = 2, problems: int = 1000, heldout_fraction: float = 0.2
     ) -> None:
         self._sandbox = LockedPython(concurrency)
-        made = distinct(lambda rng: draw(steps, rng), self.key, problems, f"code with {steps} steps")
-        super().__init__(made, heldout_fraction)
+        exercises = distinct(lambda rng: draw(steps, rng), self.key, problems, f"code with {steps} steps")
+        super().__init__(exercises, heldout_fraction)
 
     def key(self, problem: Exercise) -> str:
         return ", then ".join(problem.words)
 
     def row(self, problem: Exercise) -> TaskRow:
         prompt = f"Write f(xs) for a list of numbers: {self.key(problem)}."
-        given = inputs(self.key(problem))
-        tests = [[xs, value] for xs, value in zip(given, values(problem.source(), given), strict=True)]
+        arguments = inputs(self.key(problem))
+        tests = [[xs, value] for xs, value in zip(arguments, values(problem.source(), arguments), strict=True)]
         return self.task(problem, prompt, tests=tests)
 
     async def seed_session(self, row: TaskRow) -> list[Any]:
@@ -87,27 +86,29 @@ class Code(GeneratedEnvironment[Exercise]):
     @tool("Run a function f on two examples.", code="Python.")
     async def check(self, session: list[Any], code: str) -> str:
         try:
-            found = await self._sandbox.call(code, "f", [[xs] for xs, _ in session])
+            results = await self._sandbox.call(code, "f", [[xs] for xs, _ in session])
         except CodeFailed as failure:
             return f"error: {failure}"
-        return compared(session, found)
+        return compared(session, results)
 
     async def verify(self, session: list[Any], row: TaskRow, response: dict[str, Any]) -> Verdict:
         tests = row["tests"]
         try:
-            found = await self._sandbox.call(code_in(closing_text(response) or ""), "f", [[xs] for xs, _ in tests])
+            results = await self._sandbox.call(code_in(closing_text(response) or ""), "f", [[xs] for xs, _ in tests])
         except CodeFailed:
             return Verdict(0.0, {"runs": 0.0, "passed": 0.0, "all": 0.0})
-        share = sum(value == canonical(wanted) for value, (_, wanted) in zip(found, tests, strict=True)) / len(tests)
+        share = sum(value == canonical(expected) for value, (_, expected) in zip(results, tests, strict=True)) / len(
+            tests
+        )
         parts = {"runs": RUNS, "passed": PASSED * share, "all": ALL * (share == 1)}
         return Verdict(sum(parts.values()), parts)
 
     def demonstration(self, problem: Exercise, right: bool, rng: random.Random) -> Iterator[Message]:
         source = problem.source(without=None if right else rng.randrange(len(problem.lines) - 1))
         examples = self.row(problem)["tests"][:EXAMPLES]
-        found = values(source, [xs for xs, _ in examples])
+        results = values(source, [xs for xs, _ in examples])
         yield calls("check", "call_1", code=source)
-        yield returns("call_1", compared(examples, [canonical(value) for value in found]))
+        yield returns("call_1", compared(examples, [canonical(value) for value in results]))
         yield says(source)
 
 
@@ -116,14 +117,14 @@ def draw(steps: int, rng: random.Random) -> Exercise:
     while True:
         pairs = [*rng.choices(sorted(STEPS.items()), k=rng.randint(1, steps)), rng.choice(sorted(ENDS.items()))]
         numbers = [rng.randint(2, 5) for _ in pairs]
-        found = Exercise(
+        exercise = Exercise(
             tuple(words.format(n=n) for (words, _), n in zip(pairs, numbers, strict=True)),
             tuple(line.format(n=n) for (_, line), n in zip(pairs, numbers, strict=True)),
         )
-        given = inputs(", then ".join(found.words))
-        wanted = values(found.source(), given)
-        if all(values(found.source(without), given) != wanted for without in range(len(pairs) - 1)):
-            return found
+        arguments = inputs(", then ".join(exercise.words))
+        expected = values(exercise.source(), arguments)
+        if all(values(exercise.source(without), arguments) != expected for without in range(len(pairs) - 1)):
+            return exercise
 
 
 def inputs(name: str) -> list[list[int]]:
@@ -134,7 +135,7 @@ def inputs(name: str) -> list[list[int]]:
 
 
 def values(source: str, given: Sequence[list[int]]) -> list[Any]:
-    """What a source of ours returns. Never called with anything that a policy or a row says."""
+    """Return the values of a trusted source. Never called with text of a policy or a row."""
     names: dict[str, Any] = {}
     exec(source, names)
     return [names["f"](list(xs)) for xs in given]
@@ -149,7 +150,7 @@ def code_in(text: str) -> str:
 def compared(tests: Sequence[Any], found: Sequence[str | None]) -> str:
     """A line a test, for the policy."""
     lines = [
-        f"f({xs}) = {value or 'error'}, expected {canonical(wanted)}"
-        for (xs, wanted), value in zip(tests, found, strict=True)
+        f"f({xs}) = {value or 'error'}, expected {canonical(expected)}"
+        for (xs, expected), value in zip(tests, found, strict=True)
     ]
     return "\n".join(lines)

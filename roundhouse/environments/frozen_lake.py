@@ -1,11 +1,12 @@
 """A game of several turns in the Gymnasium protocol: cross a frozen lake without falling in.
 
-Invariants: the return of an episode is 1 exactly when the goal was reached, else 0; the lake does not slip, so an episode is a
-function of its moves; every lake can be crossed within the allowed steps, and its shortest way has at least three moves.
+Invariants: the return of an episode is 1 exactly if the goal was reached, else 0. The lake does not slip, so an episode
+is a function of its moves. Every lake can be crossed within the allowed steps, and its shortest way has at least three
+moves.
 
-    P.#.        the policy answers with one of up, down, left, right; the world shows the lake after the move, until the policy
-    ...#        stands on G (1), in a hole # (0), or has made `steps` moves (truncated, 0). Other answers cost a move and are
-    .#.G        told so.
+    P.#.        the policy answers with one of up, down, left, right; the environment shows the lake after the move, until the
+    ...#        policy is on G (1), in a hole # (0), or has made `steps` moves (truncated, 0). Other answers cost a move and get
+    .#.G        an error text.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class FrozenLake(GymnasiumEnvironment):
         self, size: int = 4, holes: int = 4, steps: int = 10, problems: int = 2000, heldout_fraction: float = 0.2
     ) -> None:
         self._steps = steps
-        made = distinct(lambda rng: draw(size, holes, steps, rng), "/".join, problems, f"frozen_lake of size {size}")
-        self.problems = split_problems(made, _task_id, heldout_fraction)
+        lakes = distinct(lambda rng: draw(size, holes, steps, rng), "/".join, problems, f"frozen_lake of size {size}")
+        self.problems = split_problems(lakes, _task_id, heldout_fraction)
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return TaskList(
@@ -72,7 +73,7 @@ class FrozenLake(GymnasiumEnvironment):
         """`good_fraction` of them take a shortest way, the rest walk at random."""
         rng = random.Random(seed)
         procedures = deal({"right": good_fraction, "random": 1 - good_fraction}, count, rng)
-        found: list[list[Message]] = []
+        conversations: list[list[Message]] = []
         for procedure in procedures:
             lines = rng.choice(self.problems[split])
             start = find(lines, "P")
@@ -87,12 +88,12 @@ class FrozenLake(GymnasiumEnvironment):
                     messages.append(user(step.observation))
                 if step.done:
                     break
-            found.append(messages)
-        return found
+            conversations.append(messages)
+        return conversations
 
 
 def moved(walk: LakeWalk, move: str) -> GymStep:
-    """Make a move; at the edge of the lake the policy stays where it is."""
+    """Make a move; at the edge of the lake the position does not change."""
     walk.steps_left -= 1
     last = walk.steps_left == 0
     if move not in MOVES:
@@ -114,7 +115,7 @@ def neighbour(lake: Sequence[str], place: Place, move: str) -> Place:
 
 
 def way_to_goal(lake: Sequence[str], start: Place) -> list[str] | None:
-    """A shortest way, as moves; None when there is none."""
+    """Return a shortest way as moves, or None."""
     ways: dict[Place, list[str]] = {start: []}
     queue = deque([start])
     while queue:

@@ -1,8 +1,8 @@
-"""The base of environments whose problems are generated: splits, rows and demonstrations from four small methods.
+"""The base of environments with generated problems: splits, rows and demonstrations from four small methods.
 
-Invariants: problems are a pure function of the constructor's arguments; no two have the same key; train and held-out are dealt
-by the digest of the key, so that every process agrees without a file; a right demonstration, its tool calls replayed on a real
-session, earns reward 1.
+Invariants: problems are a pure function of the constructor's arguments; no two have the same key; train and held-out
+are split by the digest of the key, so every process agrees without a file; a right demonstration, with its tool calls
+repeated on a real session, earns reward 1.
 
     class Doubling(GeneratedEnvironment[int]):
         name = "doubling"
@@ -17,14 +17,11 @@ session, earns reward 1.
         async def verify(self, session, row, response):
             return Verdict(reward=float(closing_text(response) == row["answer"]))
 
-Which problems are held out: a pure function of the problem's name, so that every process agrees without a file.
+Train and held-out together are all problems, without overlap. The order is that of the digests, unrelated to the
+natural order, so any range of tasks is a fair sample.
 
-Invariant: train and held-out together are all problems, and share none. The order is fixed and unrelated to the problems'
-natural order (it is the order of their digests), so that any stretch of tasks is a fair sample.
-
-The pieces of conversations: chat messages of demonstrations, and what a verifier reads of a response.
-
-Invariant: an answer counts only if the rollout ended with it. Text next to a tool call is not a final answer.
+Also parts of conversations: chat messages of demonstrations, and readers for verifiers. An answer counts only if the
+rollout ended with it; text next to a tool call is not a final answer.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ class GeneratedEnvironment(Environment, Generic[P]):
 
     @abstractmethod
     def demonstration(self, problem: P, right: bool, rng: random.Random) -> Iterator[Message]:
-        """What an assistant says and does after the prompt: the solution, or a plausible mistake."""
+        """Return the assistant's messages after the prompt: the solution, or a plausible mistake."""
 
     def task_id(self, problem: P) -> str:
         return f"{self.name}/{self.key(problem)}"
@@ -76,12 +73,12 @@ class GeneratedEnvironment(Environment, Generic[P]):
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[Message]]:
         """`good_fraction` of them are right, to the nearest whole."""
         rng = random.Random(seed)
-        shown = []
+        conversations = []
         for kind in deal({"right": good_fraction, "wrong": 1 - good_fraction}, count, rng):
             problem = rng.choice(self.problems[split])
             prompt = self.row(problem)["responses_create_params"]["input"][0]["content"]
-            shown.append([user(prompt), *self.demonstration(problem, kind == "right", rng)])
-        return shown
+            conversations.append([user(prompt), *self.demonstration(problem, kind == "right", rng)])
+        return conversations
 
 
 def distinct(draw: Callable[[random.Random], P], key: Callable[[P], str], count: int, seed: str) -> list[P]:
@@ -91,16 +88,18 @@ def distinct(draw: Callable[[random.Random], P], key: Callable[[P], str], count:
         ConfigError: the generator has fewer different problems than that.
     """
     rng = random.Random(seed)
-    found: dict[str, P] = {}
+    problems_by_key: dict[str, P] = {}
     repeats = 0
-    while len(found) < count:
+    while len(problems_by_key) < count:
         problem = draw(rng)
         name = key(problem)
-        repeats = repeats + 1 if name in found else 0
-        found[name] = problem
+        repeats = repeats + 1 if name in problems_by_key else 0
+        problems_by_key[name] = problem
         if repeats == REPEATS:
-            raise ConfigError(f"environment.problems is {count}, but {seed} has only about {len(found)}. Lower it.")
-    return list(found.values())
+            raise ConfigError(
+                f"environment.problems is {count}, but {seed} has only about {len(problems_by_key)}. Lower it."
+            )
+    return list(problems_by_key.values())
 
 
 def position(name: str) -> float:
@@ -125,7 +124,7 @@ def split_problems(problems: Iterable[P], name: Callable[[P], str], heldout_frac
 
 
 def deal(shares: dict[str, float], count: int, rng: random.Random) -> list[str]:
-    """`count` names in random order, each as often as its share says (to the nearest whole).
+    """Return `count` names in random order, each by its share (rounded).
 
     >>> sorted(deal({"a": 0.25, "b": 0.75}, 4, random.Random(0)))
     ['a', 'b', 'b', 'b']

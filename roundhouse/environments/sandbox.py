@@ -1,17 +1,23 @@
-"""Untrusted Python in a locked process: one a call, with limits, and without files, network or other processes.
+"""Untrusted Python in a locked process: one per call, with limits, and without files, network or other processes.
 
-What holds (on Linux, x86_64 or aarch64; elsewhere nothing is run at all)
-- The interpreter is isolated (`-I -S`), with an empty environment; nothing but stdin, stdout and stderr is open.
-- Before untrusted code runs, the process filters its own system calls with seccomp, which cannot be undone: it can open no file
-  and no socket, start no process or thread, send no signal, and wait for nothing. It needs no privileges and no container.
-- CPU seconds, address space and bytes of output are limited, and exceeding them is the code's fault. At most `concurrency`
-  processes run at once, in threads of their own: the event loop never waits for one.
-- The process is given inputs, never the expected results. Results are JSON texts and are compared here.
-- The code does not decide how it is counted. Request and answer are in memory, never on a disk. A failure of this machine is
-  only what this side sees itself: the process ended before it said `LOCKED`; or it is not done at the wall limit, though locked
-  code computes or ends (it got too little CPU, or was stopped); or a signal ended it that its own limits do not send (the
-  kernel's, for want of memory). Everything else, any exit status after `LOCKED` too, is the code's.
-What does not: code sees its own interpreter (it may look at these inputs before it answers), and side channels are not closed.
+Guarantees (on Linux, x86_64 or aarch64; elsewhere nothing is run)
+- The interpreter is isolated (`-I -S`), with an empty environment; only stdin, stdout and stderr are open.
+- Before untrusted code runs, the process filters its own system calls with seccomp, irrevocably: it cannot open a file
+  or a
+  socket, start a process or thread, send a signal, or wait. It needs no privileges and no container.
+- CPU seconds, address space and bytes of output are limited, and exceeding them is the code's fault. At most
+  `concurrency`
+  processes run at once, in separate threads: the event loop never waits for one.
+- The process receives inputs, never the expected results. Results are JSON texts and are compared here.
+- The code cannot influence its classification. Request and answer are in memory, never on a disk. A failure of this
+  machine is
+  only what this side observes: the process ended before it wrote `LOCKED`; or it is not done at the wall limit,
+      although locked
+  code computes or ends (it got too little CPU, or was stopped); or it got a signal that its limits do not send (the
+  kernel's,
+  for lack of memory). Everything else, including any exit status after `LOCKED`, is the code's.
+Not guaranteed: code sees its own interpreter (it may inspect these inputs before it answers), and side channels are
+open.
 
     sandbox = LockedPython()
     await python.call("def f(x): return x + 1", "f", [[1], [41]])   ->   ['2', '42']
@@ -28,7 +34,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +48,7 @@ MAX_CODE = 20_000
 """Characters of code that are run; longer code is refused."""
 
 
+WATCH_SECONDS = 0.1
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that locked code cannot send to itself."""
 
@@ -59,12 +66,12 @@ class SandboxKilled(InfraError):
 
 
 class CodeFailed(Exception):
-    """The code as a whole gave no results; the text says why: a name of an exception, `time`, `crash`, `output` or `length`."""
+    """The code gave no results; the text is the cause: a name of an exception, `time`, `crash`, `output` or `length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process."""
+    """Limits of one process."""
 
     cpu_seconds: int = 2
     wall_seconds: float = 15.0
@@ -84,17 +91,18 @@ class LockedPython:
         self._threads = ThreadPoolExecutor(min(concurrency, os.cpu_count() or 1), thread_name_prefix="sandbox")
 
     async def call(self, code: str, function: str, inputs: Sequence[Sequence[Any]]) -> list[str | None]:
-        """What `function` of `code` returns for each input, as JSON text; None where it raised or returned something else.
+        """Return the result of `function` of `code` for each input, as JSON text; None for an exception or another
+        type.
 
         Raises:
-            CodeFailed: the code does not define the function, or it reached a limit, or it answered nothing of use.
+            CodeFailed: the code does not define the function, reached a limit, or gave a useless answer.
             SandboxUnavailable, SandboxOverloaded, SandboxKilled
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.call_blocking, code, function, inputs)
 
     def call_blocking(self, code: str, function: str, inputs: Sequence[Sequence[Any]]) -> list[str | None]:
-        """As `call`, in the caller's thread."""
+        """Call as `call` does, in the caller's thread."""
         if len(code) > MAX_CODE:
             raise CodeFailed("length")
         limits = self._limits
@@ -107,33 +115,33 @@ class LockedPython:
             "output_bytes": limits.output_bytes,
         }
         deadline = time.monotonic() + limits.wall_seconds
-        with _memory_file(json.dumps(request).encode()) as asked, LockedProcess(CHILD, asked) as process:
-            said = process.read(len(LOCKED) + limits.output_bytes, deadline)
-            if len(said) == len(LOCKED) + limits.output_bytes:
+        with _memory_file(json.dumps(request).encode()) as request_file, LockedProcess(CHILD, request_file) as process:
+            output_bytes = process.read(len(LOCKED) + limits.output_bytes, deadline)
+            if len(output_bytes) == len(LOCKED) + limits.output_bytes:
                 raise CodeFailed("output")
             status, cpu_seconds = process.wait(deadline)
-        if not said:
+        if not output_bytes:
             raise not_locked(status)
         if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
             raise CodeFailed("time")
         if -status in FROM_OUTSIDE:
             raise killed(status)
         # The code may have written anything to its output, such as JSON that is nested deeper than can be read
-        output = said.removeprefix(LOCKED)
+        output = output_bytes.removeprefix(LOCKED)
         count = len(inputs)
         try:
-            told = json.loads(output)
-            if isinstance(told, dict):
-                raise CodeFailed(str(told.get("error", "crash"))[:100])
-            if not isinstance(told, list) or len(told) != count:
+            answer = json.loads(output)
+            if isinstance(answer, dict):
+                raise CodeFailed(str(answer.get("error", "crash"))[:100])
+            if not isinstance(answer, list) or len(answer) != count:
                 raise CodeFailed("crash")
-            return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in told]
+            return [canonical(each["value"]) if isinstance(each, dict) and "value" in each else None for each in answer]
         except (ValueError, RecursionError) as error:
             raise CodeFailed("crash") from error
 
 
 class LockedProcess:
-    """A script of this directory as a process that says `LOCKED` before anything untrusted runs in it; killed on exit.
+    """A script of this directory as a process that writes `LOCKED` before untrusted code runs in it; killed on exit.
 
     Raises:
         SandboxUnavailable: it cannot be started.
@@ -153,6 +161,9 @@ class LockedProcess:
             )
         except OSError as error:
             raise SandboxUnavailable(f"A process of the sandbox cannot be started: {error}.") from error
+        # The kernel ends a sandbox's processes first when memory runs out. Their children inherit this
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text("1000")
         assert self._process.stdout is not None
         self._said = self._process.stdout.fileno()
         self._poll = select.poll()
@@ -190,36 +201,47 @@ class LockedProcess:
                 data = data[os.write(place, data) :]
 
     def read(self, size: int, deadline: float) -> bytes:
-        """That many bytes of what it says; fewer when it says no more.
+        """Return that many bytes of its output; fewer at its end.
 
         Raises:
             SandboxOverloaded: neither by the deadline.
         """
-        found = bytearray()
-        while len(found) < size:
+        content = bytearray()
+        while len(content) < size:
             if not self._poll.poll(_milliseconds_until(deadline)):
                 raise _overloaded()
-            more = os.read(self._said, size - len(found))
+            more = os.read(self._said, size - len(content))
             if not more:
                 break
-            found += more
-        return bytes(found)
+            content += more
+        return bytes(content)
 
-    def read_line(self, deadline: float) -> bytes:
-        """The one line that it says next; nothing when it has ended.
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read_line(self, deadline: float, watch: Callable[[], None] | None = None) -> bytes:
+        """Return the next line of its output; empty at its end.
+
+        Args:
+            watch: called every `WATCH_SECONDS` until then.
 
         Raises:
             SandboxOverloaded: not by the deadline.
         """
-        found = bytearray()
-        while not found.endswith(b"\n"):
-            if not self._poll.poll(_milliseconds_until(deadline)):
+        content = bytearray()
+        while not content.endswith(b"\n"):
+            remaining = _milliseconds_until(deadline)
+            if not self._poll.poll(remaining if watch is None else min(remaining, 1000 * WATCH_SECONDS)):
+                if watch is not None and remaining > 0:
+                    watch()
+                    continue
                 raise _overloaded()
             more = os.read(self._said, 2**20)
             if not more:
                 return b""
-            found += more
-        return bytes(found)
+            content += more
+        return bytes(content)
 
     def wait(self, deadline: float) -> tuple[int, float]:
         """Exit status (a negative signal number when killed) and seconds of CPU time of the process, once it has ended.
@@ -238,7 +260,8 @@ class LockedProcess:
 
 
 def not_locked(status: int) -> InfraError:
-    """Why a process ended that never said `LOCKED`: nothing untrusted has run in it, so its exit status is ours."""
+    """Return the reason why a process ended without `LOCKED`: no untrusted code has run in it, so its exit status is
+    ours."""
     if status == NO_LOCK:
         return SandboxUnavailable(
             "The sandbox needs Linux on x86_64 or aarch64 with seccomp filters, which this machine refuses. Run the "

@@ -1,15 +1,15 @@
-"""The inside of the sandbox: runs as a process of its own, before it locks itself in for good.
+"""The inside of the sandbox: a separate process that locks itself in before untrusted code runs.
 
-Invariant: untrusted code runs only after the lock holds: limits on CPU, memory and output, and a system-call filter (seccomp)
-that lets through reading and writing of what is already open, memory, clocks and exit. Opening a file or a socket, starting a
-process or a thread, sleeping, waiting for a lock, and signalling any process fail with errno EPERM: locked code computes or
-ends. `LOCKED` is written once the lock holds; where it cannot be put on, the process ends with `NO_LOCK` and runs nothing.
+Invariant: untrusted code runs only after the lock holds: limits on CPU, memory and output, and a system-call filter
+(seccomp) that permits reading and writing of open files, memory, clocks and exit. Opening a file or a socket, starting
+a process or a thread, sleeping, waiting for a lock, and signalling fail with errno EPERM: locked code computes or ends.
+`LOCKED` is written once the lock holds; without a lock, the process ends with `NO_LOCK` and runs nothing.
 
-Stdin: {"code", "function", "inputs": [[arguments], …], "cpu_seconds", "memory_bytes", "output_bytes"}.
-Stdout: LOCKED, then [{"value": …} or {"error": "ZeroDivisionError"}, …], one an input; {"error": …} when the code defines no
-function. Stdout is a pipe, of which nothing can be taken back: no code can unsay `LOCKED`.
+Stdin: {"code", "function", "inputs": [[arguments], …], "cpu_seconds", "memory_bytes", "output_bytes"}. Stdout: LOCKED,
+then [{"value": …} or {"error": "ZeroDivisionError"}, …], one per input; {"error": …} if the code does not define the
+function. Stdout is a pipe, so no code can take `LOCKED` back.
 
-Starting is most of what a call costs, so this file imports little: `typing` alone would add a sixth.
+Starting is most of a call's cost, so this file imports little: `typing` alone would add a sixth.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 NO_LOCK = 71
-"""Exit status. It means what it says only where `LOCKED` was not written: untrusted code may exit with any status."""
+"""Exit status. It is meaningful only without `LOCKED`: untrusted code may exit with any status."""
 LOCKED = b"L"
 FILES = 16
 IMPORTABLE = (
     "bisect", "collections", "contextlib", "functools", "heapq", "itertools", "math", "operator", "re", "string", "typing",
     "warnings",
 )  # fmt: skip
-"""What untrusted code may import if its text has the name, in addition to modules without files such as `time`."""
+"""Modules that untrusted code may import if its text has the name, in addition to modules without files such as
+`time`."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column in CALLS, and its number in the filter."""
@@ -46,7 +47,7 @@ CALLS = {
     "gettimeofday": (96, 169), "clock_gettime": (228, 113), "getrandom": (318, 278), "getpid": (39, 172), "gettid": (186, 178),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-"""The system calls that are let through. Files and sockets cannot be opened with them, only what is open can be used."""
+"""Permitted system calls. They cannot open files and sockets, only use open ones."""
 FUTEX = (202, 98)
 FUTEX_WAKE = (1, 129)
 """Its operation and the same for memory of one process: the only ones let through. The C library wakes even without a waiter; a
@@ -55,22 +56,22 @@ wait of the only thread would never end."""
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ARCHITECTURE, _NUMBER, _SECOND_ARGUMENT = 4, 0, 24
-"""Where the filter finds them (`struct seccomp_data`; both machines are little-endian)."""
+"""Offsets in `struct seccomp_data` for the filter (both machines are little-endian)."""
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""Of seccomp: let through; fail with errno 1 (EPERM); end the process."""
+"""Actions of seccomp: permit; fail with errno 1 (EPERM); end the process."""
 
 
 def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int, more_calls: Sequence[tuple[int, int]] = ()) -> None:
-    """Limit this process and filter its system calls; there is no way back.
+    """Limit this process and filter its system calls, irrevocably.
 
     Args:
-        more_calls: let through in addition to CALLS.
+        more_calls: permitted in addition to CALLS.
 
     Raises:
         OSError: the system does not support it.
     """
-    # SIGXCPU at the first limit says that it was this one. Code that ignores it is killed at the second, and has then used more
-    # CPU time than it may; a kill at less came from outside.
+    # SIGXCPU at the first limit identifies this cause. Code that ignores it is killed at the second, after more CPU
+    # time than allowed; a kill at less came from outside.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     for name, limit in (
         (resource.RLIMIT_AS, memory_bytes),
@@ -110,7 +111,7 @@ def lock(cpu_seconds: int, memory_bytes: int, output_bytes: int, more_calls: Seq
 
 
 def run(code: str, function: str, inputs: list[list[Any]]) -> str:
-    """What `function` of `code` returns for each of the inputs, as JSON texts."""
+    """Return the results of `function` of `code` for each of the inputs, as JSON texts."""
     try:
         names: dict[str, Any] = {"__name__": "answer"}
         exec(compile(code, "<answer>", "exec"), names)
@@ -130,10 +131,11 @@ def _outcome(call: Any, arguments: list[Any]) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """`json` writes the keys 1, 1.0 and true as text, so that other values than the expected ones would equal them.
+    """Check keys, because `json` writes the keys 1, 1.0 and true as text, so that other values would equal the expected
+    ones.
 
     Raises:
-        TypeError: a key is no text.
+        TypeError: a key is not a text.
     """
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
@@ -146,7 +148,7 @@ def _check_keys(value: Any) -> None:
 
 
 class _Nowhere:
-    """What untrusted code prints goes here."""
+    """Sink of untrusted code's printed output."""
 
     def write(self, text: str) -> int:
         return len(text)

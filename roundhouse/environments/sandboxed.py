@@ -1,7 +1,7 @@
-"""The base of environments whose policy runs commands: a sandbox a rollout, of any kind.
+"""The base of environments in which the policy runs commands: a sandbox per rollout, of any kind.
 
-Invariants: a rollout's sandbox begins with the files of its row and is closed with the session; what a command does within its
-limits is shown to the policy; a sandbox that cannot start or is lost fails the rollout, which is retried.
+Invariants: a rollout's sandbox starts with the files of its row and is closed with the session. Results of a command
+within its limits are shown to the policy. A sandbox that cannot start or is lost fails the rollout, which is retried.
 
     class Chores(SandboxedEnvironment[Chore]):      generated problems (`generated.py`), whose rows have `files`: text by path
         async def verify(self, session, row, response): … await session.read_files()
@@ -29,7 +29,7 @@ class SandboxedEnvironment(GeneratedEnvironment[P]):
     restoration = "replay"
     """Commands are run again on a new sandbox: it begins with the same files, and nothing outlives a command but files."""
     programs: tuple[str, ...] = ("sh", "tar")
-    """That a sandbox must have."""
+    """Programs that a sandbox must have."""
 
     def __init__(self, problems: Iterable[P], heldout_fraction: float, sandbox: SandboxConfig) -> None:
         self.sandbox = sandbox
@@ -87,13 +87,13 @@ class SandboxedEnvironment(GeneratedEnvironment[P]):
 
         kind = f"environment.sandbox.kind is {self.sandbox.kind}"
         try:
-            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-                found, programs = thread.submit(asyncio.run, probe()).result()
+            with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
+                result, programs = thread.submit(asyncio.run, probe()).result()
         except (InfraError, FilesRefused) as error:
             raise ConfigError(f"{kind}: no sandbox works here: {error}") from error
         if programs.status:
             raise ConfigError(f"{kind}: {self.name} needs {', '.join(self.programs)} there, of which one is missing.")
-        if found != files:
+        if result != files:
             raise ConfigError(
                 f"{kind}: files that are written into a sandbox are not found in it again. Its user must be able to "
                 "write to the working directory."

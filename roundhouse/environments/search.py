@@ -2,31 +2,30 @@
 
 Lookup: follow keys through a table that only a tool can see.
 
-Invariant: the reward is 1 exactly when the rollout ends with the word that is the asked number of hops from the start,
+Invariant: the reward is 1 exactly if the rollout ends with the word at the requested number of hops from the start,
 else 0.
 
     Start at bo. Take 2 hops. Where are you?  ->  get(bo) = ka  ->  get(ka) = mi  ->  mi
 
-The table is one ring over all its words, so that no walk ends early; words that are not on the way are the distractors. The
-tool answers at most two calls more than the walk needs. A wrong demonstration stops one hop early.
+The table is one ring over all its words, so no walk ends early; words off the path are the distractors. The tool
+answers at most two calls more than the walk needs. A wrong demonstration stops one hop early.
 
-Guess number: find a hidden number with few guesses; the search has to be discovered, the demonstrations need not show it.
+Guess number: find a hidden number with few guesses; the search must be discovered, because the demonstrations need not
+show it.
 
-Invariant: the reward is 1 exactly when one of the allowed guesses hit the number, else 0. The tool, not the policy's words,
-decides that.
+Invariant: the reward is 1 exactly if one of the allowed guesses hit the number, by the tool's answer, else 0.
 
     Guess my number from 1 to 7.  ->  guess(4) = higher  ->  guess(6) = lower  ->  guess(5) = correct  ->  Done.
 
-With `upper` = 7 and 3 guesses, halving always finds the number; guessing at random within what the answers leave finds 68 %,
-guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and half, and
-no halving: that the middle is the best guess is then found by reward alone.
+With `upper` = 7 and 3 guesses, halving always finds the number; guessing at random within the remaining range finds 68
+%, guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and
+half, and reward alone leads to halving.
 
-With `games` above 1 a rollout is as many games after each other, each with a number of its own: the reward is the share that
-was found, and the turn that ends a game is rewarded for it. 10 games of 3 guesses are 20 to 30 turns.
+With `games` above 1 a rollout is as many games in sequence, each with a new number: the reward is the share of found
+numbers, and the last turn of a game has its reward. 10 games of 3 guesses are 20 to 30 turns.
 
-Train and held-out differ in nothing but their ids: both draw from the same `upper` hidden numbers (there are no others) and
-the prompt is the same for all. A held-out reward here measures how well the policy searches, not what it does with anything
-new.
+Train and held-out differ only in their IDs: both draw from the same `upper` hidden numbers, and the prompt is the same
+for all. A held-out reward therefore measures the search itself.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ CLOSING = "Done."
 
 @dataclass(slots=True)
 class Game:
-    """The hidden numbers that are left, the first of which is asked for, and what was tried."""
+    """The remaining hidden numbers, the first of which is searched, and the earlier guesses."""
 
     hidden: list[int]
     guesses: int = 0

@@ -1,18 +1,18 @@
-"""Single turn: short questions of general knowledge with short answers, whose form the prompt says.
+"""Single turn: short questions of general knowledge with short answers, whose form the prompt specifies.
 
-Invariant: the reward is `RIGHT` when the reply names an accepted answer and no other answer of its family, plus `ENDED` when
-the policy ended its turn within `max_tokens`. Naming several answers is wrong, so guessing in lists pays nothing; what is in
-the question does not count either way.
+Invariant: the reward is `RIGHT` if the reply names an accepted answer and no other answer of its family, plus `ENDED`
+if the policy ended its turn within `max_tokens`. Several answers are wrong, so lists of guesses do not pay; words of
+the question do not count.
 
     What is the capital of France? Answer with the name only.   ->   Paris                            1.0
                                                                      The capital of France is Paris.  1.0
                                                                      Rome, Paris or Berlin            0.2
                                                                      The capital of France, which is  0.0
 
-`environment/exact` reports how often the reply is an answer and nothing else, as the prompt asks: form apart from knowledge.
+`environment/exact` is the share of replies that are only an answer, as the prompt requires: form apart from knowledge.
 
-The families of `OTHER_FAMILIES` ask for a sentence, an explanation, a greeting. They are meant for an evaluation set next to
-training: what a policy could do before should not be lost. Their reward is 1 or 0.
+The families of `OTHER_FAMILIES` require a sentence, an explanation, a greeting. They are for an evaluation set during
+training that detects lost abilities. Their reward is 1 or 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SENTENCE_WORDS = 5
 """The fewest words of a sentence."""
 
 Fact = tuple[str, tuple[str, ...]]
-"""A subject and what is right of it."""
+"""A subject and its right answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +209,10 @@ class ShortQuestions(GeneratedEnvironment[Question]):
         self._max_tokens = max_tokens
         facts = {name: family.facts() for name, family in self._families.items()}
         self._known = {
-            name: {answer.lower() for _, answers in found for answer in answers} for name, found in facts.items()
+            name: {answer.lower() for _, answers in subjects for answer in answers} for name, subjects in facts.items()
         }
         super().__init__(
-            [Question(name, subject, answers) for name, found in facts.items() for subject, answers in found],
+            [Question(name, subject, answers) for name, subjects in facts.items() for subject, answers in subjects],
             heldout_fraction,
         )
 
@@ -229,17 +229,17 @@ class ShortQuestions(GeneratedEnvironment[Question]):
         family, answers = row["family"], {answer.lower() for answer in row["answers"]}
         reply = (closing_text(response) or "").lower()
         if family in OTHER_FAMILIES:
-            held = float(is_sentence(reply) and named(reply, answers) == answers)
-            return Verdict(held, {family: held})
+            is_met = float(is_sentence(reply) and named(reply, answers) == answers)
+            return Verdict(is_met, {family: is_met})
         others = (self._known[family] | set(numbers(reply))) - named(row["subject"].lower(), self._known[family])
-        found = named(reply, answers | others - set(numbers(row["subject"])))
-        right = float(bool(found) and found <= answers)
+        names = named(reply, answers | others - set(numbers(row["subject"])))
+        right = float(bool(names) and names <= answers)
         parts = {"right": RIGHT * right, "ended": ENDED * (response.get("status") != "incomplete")}
         exact = float(reply.strip().removesuffix(".") in answers)
         return Verdict(sum(parts.values()), parts, {"right": right, "exact": exact, f"right_{family}": right})
 
     def demonstration(self, problem: Question, right: bool, rng: random.Random) -> Iterator[Message]:
-        """The answer alone (with words around it where a sentence is asked for), or another one of the family."""
+        """Return the answer alone (with words around it if a sentence is required), or another one of the family."""
         wrong = sorted(self._known[problem.family] - {answer.lower() for answer in problem.answers})
         said = problem.answers[0] if right or not wrong else rng.choice(wrong)
         yield says(f"I would like to mention {said}." if problem.family in OTHER_FAMILIES else said)
@@ -254,7 +254,7 @@ def numbers(text: str) -> list[str]:
 
 
 def named(text: str, answers: set[str]) -> set[str]:
-    """Those of `answers` that a text has as words of their own. Of answers within each other the longest counts.
+    """Return those of `answers` that a text has as separate words. Of nested answers the longest counts.
 
     >>> sorted(named("the capital of niger is niamey", {"niamey", "niger", "nigeria"}))
     ['niamey', 'niger']

@@ -1,50 +1,36 @@
 """Environments of one turn: no tool, one reply, judged by its text alone.
 
-Sort: put the given digits in order.
-
-Invariant: the reward is 1 exactly when the reply is the digits in ascending order, separated by single spaces, else 0.
+Sort: order the given digits. The reward is 1 exactly if the reply is the digits in ascending order, separated by single
+spaces, else 0. The digits of a problem all differ. A wrong demonstration has two neighbours exchanged.
 
     Sort 4 1 6 2 9 3.  ->  1 2 3 4 6 9
 
-The digits of a problem all differ. The wrong demonstrations have two neighbours exchanged somewhere: training sharpens a
-skill that the warm start has mostly taught already.
-
-Countdown: reach a target by an expression over given numbers, each used at most once.
-
-Invariant: the reward is 1 exactly when the reply is an expression of + - * / and brackets over the given numbers, each used no
-more often than it is given, with the target as its exact value. It has two components: `form` (0.1) for such an expression
-whatever its value, `target` (0.9) for the value. Text is parsed, never executed, and division is exact.
+Countdown: reach a target by an expression over given numbers, each used at most once. The reward is 1 exactly if the
+reply is such an expression of + - * / and brackets with the target as its exact value. Components: `form` (0.1) for an
+expression of any value, `target` (0.9) for the value. Text is parsed, never executed. The target is the value of a
+drawn expression, so a solution exists. A wrong demonstration has another value.
 
     Make 6 from 3 5 8.  ->  3+(8-5)   1.0
                             8-5       0.1: well formed, but 3
                             3+3       0.0: 3 is given once
 
-The target of a problem is the value of a drawn expression over all its numbers, so that a solution exists. A wrong
-demonstration is a well-formed expression with another value.
-
-Sudoku: fill in a 4x4 sudoku.
-
-Invariant: the reward is 1 exactly when the reply is a grid of four lines of four digits that keeps the given cells and has each
-of 1..4 once in every row, column and 2x2 box. It is the sum of its components: `form` (0.1) for a grid that keeps what is
-given, and, for such a grid alone, `rows`, `columns` and `boxes` (0.3 each, times the share of them that are right).
+Sudoku: fill in a 4x4 sudoku with exactly one solution. The reward is 1 exactly if the reply is a grid that keeps the
+given cells and has each of 1..4 once in every row, column and 2x2 box. Components: `form` (0.1) for a grid that keeps
+the given cells, and, only then, `rows`, `columns` and `boxes` (0.3 each, times the right share). A wrong demonstration
+has two digits of one row exchanged.
 
     1.34        1234
     34.2   ->   3412
     2143        2143
     432.        4321
 
-Every problem has exactly one solution. A wrong demonstration has two digits of one row exchanged.
-
-Instruction constraints: write a few words that satisfy checkable constraints.
-
-Invariant: the reward is 1 exactly when the reply satisfies every constraint of the prompt; otherwise it is the share that is
-satisfied, but at most one half, so that leaving one out never pays. `reward_components` has a part for each constraint and
-`all`. Each constraint is checked by a function of the reply's text alone.
+Instruction constraints: write a few words that satisfy checkable constraints. The reward is 1 exactly if the reply
+satisfies all; otherwise it is the satisfied share, but at most one half, so that omitting one never pays.
+`reward_components` has a part per constraint and `all`. Constraints are drawn so that a reply exists. A wrong
+demonstration breaks one.
 
     Write words. Use 4 words. Include "moon". Sort the words.   ->   cat moon sky tree   1.0
                                                                      moon cat tree sky   0.33 (not sorted)
-
-Constraints are drawn so that they can hold together, and a reference reply is made with them. A wrong demonstration breaks one.
 """
 
 from __future__ import annotations
@@ -107,7 +93,7 @@ def _task_id(digits: Sequence[str]) -> str:
 
 COUNTDOWN_FORM, TARGET = 0.1, 0.9
 LONGEST = 200
-"""Characters of a reply that are read; a longer one is no expression."""
+"""Characters of a reply that are read; a longer one does not count as an expression."""
 LARGEST = 99
 
 
@@ -129,10 +115,10 @@ class Countdown(GeneratedEnvironment[Puzzle]):
     def __init__(
         self, numbers: int = 3, largest: int = 12, problems: int = 4000, heldout_fraction: float = 0.2
     ) -> None:
-        made = distinct(
+        problems_drawn = distinct(
             lambda rng: draw_numbers(numbers, largest, rng), self.key, problems, f"countdown with {numbers} numbers"
         )
-        super().__init__(made, heldout_fraction)
+        super().__init__(problems_drawn, heldout_fraction)
 
     def key(self, problem: Puzzle) -> str:
         return f"{'-'.join(map(str, problem.numbers))}/{problem.target}"
@@ -156,15 +142,16 @@ class Countdown(GeneratedEnvironment[Puzzle]):
 def draw_numbers(numbers: int, largest: int, rng: random.Random) -> Puzzle:
     """A puzzle with a solution that uses all its numbers."""
     while True:
-        given = tuple(sorted(rng.randint(1, largest) for _ in range(numbers)))
-        solution = _combined(given, rng)
-        value = value_of(solution, given)
+        drawn = tuple(sorted(rng.randint(1, largest) for _ in range(numbers)))
+        solution = _combined(drawn, rng)
+        value = value_of(solution, drawn)
         if value is not None and value.denominator == 1 and 1 <= value <= LARGEST:
-            return Puzzle(given, int(value), solution)
+            return Puzzle(drawn, int(value), solution)
 
 
 def value_of(text: str, numbers: list[int] | tuple[int, ...]) -> Fraction | None:
-    """The exact value of an expression over `numbers`; None when `text` is no such expression or has no value."""
+    """Return the exact value of an expression over `numbers`; None if `text` is not such an expression or has no
+    value."""
     if len(text) > LONGEST:
         return None
     try:
@@ -221,7 +208,7 @@ BOXES = [[8 * (box // 2) + 2 * (box % 2) + offset for offset in (0, 1, 4, 5)] fo
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """16 cells in reading order: `given` has dots where `solution` is to be found."""
+    """16 cells in reading order: `given` has dots for cells to find in `solution`."""
 
     given: str
     solution: str
@@ -234,8 +221,8 @@ class Sudoku(GeneratedEnvironment[Grid]):
     restoration = "replay"
 
     def __init__(self, blanks: int = 5, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
-        made = distinct(lambda rng: draw_grid(blanks, rng), self.key, problems, f"sudoku with {blanks} blanks")
-        super().__init__(made, heldout_fraction)
+        grids = distinct(lambda rng: draw_grid(blanks, rng), self.key, problems, f"sudoku with {blanks} blanks")
+        super().__init__(grids, heldout_fraction)
 
     def key(self, problem: Grid) -> str:
         return problem.given
@@ -260,7 +247,7 @@ def judge(reply: str, given: str) -> dict[str, float]:
     lines = reply.strip().split("\n")
     cells = "".join(lines)
     shaped = len(lines) == 4 and all(len(line) == 4 for line in lines) and set(cells) <= set("1234")
-    if not shaped or any(told not in (EMPTY, cell) for told, cell in zip(given, cells, strict=True)):
+    if not shaped or any(given_cell not in (EMPTY, cell) for given_cell, cell in zip(given, cells, strict=True)):
         return {"form": 0.0, "rows": 0.0, "columns": 0.0, "boxes": 0.0}
     units = {"rows": ROWS, "columns": COLUMNS, "boxes": BOXES}
     return {"form": SUDOKU_FORM} | {name: PART * _share(cells, each) for name, each in units.items()}
@@ -289,8 +276,8 @@ def draw_grid(blanks: int, rng: random.Random) -> Grid:
     while True:
         solution = rng.choice(solutions())
         emptied = set(rng.sample(CELLS, blanks))
-        kept = [cell for cell in CELLS if cell not in emptied]
-        if sum(all(grid[cell] == solution[cell] for cell in kept) for grid in solutions()) == 1:
+        visible = [cell for cell in CELLS if cell not in emptied]
+        if sum(all(grid[cell] == solution[cell] for cell in visible) for grid in solutions()) == 1:
             return Grid("".join(EMPTY if cell in emptied else solution[cell] for cell in CELLS), solution)
 
 
@@ -355,7 +342,7 @@ CHECKS: dict[str, Callable[[str, list[str], Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """Constraints that `words` satisfies, written as `reply` says."""
+    """Constraints that `words` satisfies, in the form of `reply`."""
 
     constraints: tuple[Constraint, ...]
     words: tuple[str, ...]
@@ -372,10 +359,10 @@ class InstructionConstraints(GeneratedEnvironment[Brief]):
     restoration = "replay"
 
     def __init__(self, constraints: int = 3, problems: int = 4000, heldout_fraction: float = 0.2) -> None:
-        made = distinct(
+        briefs = distinct(
             lambda rng: draw_brief(constraints, rng), self.key, problems, f"briefs of {constraints} constraints"
         )
-        super().__init__(made, heldout_fraction)
+        super().__init__(briefs, heldout_fraction)
 
     def key(self, problem: Brief) -> str:
         return " ".join(TEXTS[kind].format(value) for kind, value in problem.constraints)
@@ -385,10 +372,16 @@ class InstructionConstraints(GeneratedEnvironment[Brief]):
         return self.task(problem, f"Write words. {self.key(problem)}", constraints=constraints)
 
     async def verify(self, session: None, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        held = satisfied(closing_text(response) or "", [(kind, value) for kind, value in row["constraints"]])
-        parts = {kind: PARTS * kept / len(held) for kind, kept in held.items()}
-        parts["all"] = ALL * all(held.values())
-        return Verdict(sum(parts.values()), parts, {"satisfied": sum(held.values()) / len(held)})
+        satisfied_by_kind = satisfied(
+            closing_text(response) or "", [(kind, value) for kind, value in row["constraints"]]
+        )
+        parts = {
+            kind: PARTS * is_satisfied / len(satisfied_by_kind) for kind, is_satisfied in satisfied_by_kind.items()
+        }
+        parts["all"] = ALL * all(satisfied_by_kind.values())
+        return Verdict(
+            sum(parts.values()), parts, {"satisfied": sum(satisfied_by_kind.values()) / len(satisfied_by_kind)}
+        )
 
     def demonstration(self, problem: Brief, right: bool, rng: random.Random) -> Iterator[Message]:
         reply = problem.reply
@@ -399,12 +392,12 @@ class InstructionConstraints(GeneratedEnvironment[Brief]):
 
 
 def satisfied(reply: str, constraints: Any) -> dict[str, bool]:
-    """Which constraints a reply satisfies, by kind."""
+    """Return the constraints that a reply satisfies, by kind."""
     value = dict(constraints)
     words = _json_words(reply, value["json"]) if "json" in value else None
     if words is None:
         words = reply.lower().replace(",", " ").split()
-    return {kind: CHECKS[kind](reply, words, wanted) for kind, wanted in constraints}
+    return {kind: CHECKS[kind](reply, words, expected) for kind, expected in constraints}
 
 
 def draw_brief(constraints: int, rng: random.Random) -> Brief:
@@ -438,11 +431,11 @@ def written(words: tuple[str, ...], constraints: dict[str, str | int]) -> str:
 
 
 def _json_words(reply: str, key: str) -> list[str] | None:
-    """The words of a JSON object under its only key, in lower case; None when the reply is nothing of the kind."""
+    """Return the words of a JSON object under its only key, in lower case; None for any other reply."""
     try:
-        told = json.loads(reply)
+        value = json.loads(reply)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(told, dict) or list(told) != [key] or not isinstance(told[key], list):
+    if not isinstance(value, dict) or list(value) != [key] or not isinstance(value[key], list):
         return None
-    return [word.lower() for word in told[key]] if all(isinstance(word, str) for word in told[key]) else None
+    return [word.lower() for word in value[key]] if all(isinstance(word, str) for word in value[key]) else None

@@ -1,13 +1,13 @@
-"""SQLite for one untrusted statement at a time; as a script, the inside of the locked process that runs those of policies.
+"""SQLite for one untrusted statement at a time; as a script, the inside of the locked process for policies' statements.
 
-Invariants: a statement ends after `STEPS` instructions of SQLite's machine, so the same statement ends the same way on every
-computer; no text, blob, statement, result or database is larger than its limit; nothing is written to a disk; only reads of
-tables are allowed, and with `writable` also INSERT, UPDATE and DELETE, so that neither files (ATTACH), nor settings (PRAGMA),
-nor the schema can be reached or changed. A statement that is refused changes nothing.
+Invariants: a statement ends after `STEPS` instructions of SQLite's machine, so it ends the same way on every computer.
+No text, blob, statement, result or database exceeds its limit; nothing is written to a disk. Only reads of tables are
+allowed, and with `writable` also INSERT, UPDATE and DELETE, so files (ATTACH), settings (PRAGMA) and the schema are out
+of reach. A refused statement changes nothing.
 
-SQLite bounds neither the work nor the memory of planning a statement (450 characters of WITH clauses name 10^7 tables), nor the
-memory of what a statement keeps aside. That is what the process is for: `main` limits the memory that SQLite may take in it,
-locks it in, and bounds the CPU time of each statement by a timer whose signal ends the process.
+SQLite bounds neither the work nor the memory of planning a statement (450 characters of WITH clauses name 10^7 tables),
+nor the memory of intermediate results. The process does: `main` limits SQLite's memory, locks the process, and bounds
+the CPU time of each statement by a timer whose signal ends it.
 
 Requests on stdin and answers on stdout are JSON after their length (`framed`); blobs and databases are in base64.
 """
@@ -26,12 +26,12 @@ STEPS = 2_000_000
 STEPS_BETWEEN_CHECKS = 10_000
 MAX_ROWS = 200
 MAX_BYTES = 50_000
-"""Of the texts and blobs of a result."""
+"""Limit of the texts and blobs of a result."""
 MAX_TEXT = 20_000
 MAX_STATEMENT = 2_000
 PAGE_BYTES, MAX_PAGES = 1024, 64
 HEAP_BYTES = 32 * 2**20
-"""What SQLite may hold in the locked process."""
+"""Memory limit of SQLite in the locked process."""
 MEMORY_BYTES = 256 * 2**20
 CPU_SECONDS = 2.0
 SET_TIMER = (38, 103)
@@ -56,7 +56,7 @@ class StatementRefused(Exception):
 
 
 class Result(NamedTuple):
-    """What a statement returned."""
+    """Result of a statement."""
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
@@ -126,7 +126,7 @@ def unframed(body: bytes) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until stdin ends."""
     requests = sys.stdin.buffer
     while header := requests.read(LENGTH.size):
         request = unframed(requests.read(*LENGTH.unpack(header)))

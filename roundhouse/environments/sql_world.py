@@ -1,19 +1,18 @@
 """A small SQL world: questions to be answered by a query, and changes to be made with a statement.
 
-Invariants: a question is rewarded exactly when the rollout ends with a query whose rows (as a multiset) are the reference's, in
-the session's world and in three that the policy never sees, so that a constant is no answer. A change is rewarded exactly
-when the session's tables end as the reference statement leaves them. Every reference changes something, or differs in its
-rows from the query without its condition.
+Invariants: a question is rewarded exactly if the rollout ends with a query whose rows (as a multiset) equal the
+reference's, in the session's world and in three hidden ones, so that a constant does not count. A change is rewarded
+exactly if the session's tables equal the reference statement's. Every reference changes something, or differs from the
+query without its condition.
 
     Query: how many people live in Oslo?  ->  query("SELECT count(*) FROM people WHERE city = 'Oslo'") = 2  ->  the same query
     Change: delete all orders of pens.    ->  query("DELETE FROM orders WHERE item = 'pens'") = done       ->  Done.
 
-The databases are in memory; each statement runs in a locked process, with what bounds it there. No statement of a policy is
-planned or run in this process, nor on its event loop; a session holds nothing but the image of its database, of at most 64 KiB.
-How a statement ends is the statement's doing (`sql_child` has the limits), except where this machine gives the locked process
-no CPU time, or something outside kills it: that is an infrastructure failure, as in `sandbox`. The locked processes start with
-the first statement, one for each core and no more than eight, and serve all databases in turn: a statement costs 0.3 ms of CPU
-time there, and would cost 30 ms in a process of its own.
+The databases are in memory; each statement runs in a locked process with its limits, never in this process. A session
+holds only the image of its database, of at most 64 KiB. A statement's end is its own fault (`sql_child` has the
+limits), unless this machine gives the locked process no CPU time, or kills it: then it is an infrastructure failure, as
+in `sandbox`. The locked processes start with the first statement, one per core and at most eight, and serve all
+databases: a statement takes 0.3 ms of CPU there, and 30 ms in a separate process.
 
     database = Database(image_of(SCHEMA, {"people": [("Ada", "Oslo", 36)]}))
     await database.run("SELECT name FROM people")   ->   Result(["name"], [("Ada",)])
@@ -54,7 +53,7 @@ from roundhouse.environments.sql_child import (
 
 CHILD = Path(__file__).with_name("sql_child.py")
 WALL_SECONDS = 15.0
-"""Of one statement; one that gets its CPU time ends long before."""
+"""Time limit of one statement, far above its CPU time."""
 _own = threading.local()
 """`process`: the locked process of a thread."""
 
@@ -102,7 +101,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of this thread's process, which is started where it has none (any more)."""
+    """Return the answer of this thread's process, starting one if necessary."""
     deadline = time.monotonic() + WALL_SECONDS
     process: LockedProcess | None = getattr(_own, "process", None)
     if process is None or process.ended:
@@ -166,7 +165,7 @@ CHANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What is to be done in world number `world`, and the statement that does it."""
+    """A task in world number `world`, and the statement that solves it."""
 
     world: int
     text: str
@@ -188,8 +187,10 @@ class SqlWorld(GeneratedEnvironment[Assignment]):
     def __init__(
         self, worlds: int = 100, changes: float = 0.3, problems: int = 2000, heldout_fraction: float = 0.2
     ) -> None:
-        made = distinct(lambda rng: draw(worlds, changes, rng), self.key, problems, f"sql_world with {worlds} worlds")
-        super().__init__(made, heldout_fraction)
+        assignments = distinct(
+            lambda rng: draw(worlds, changes, rng), self.key, problems, f"sql_world with {worlds} worlds"
+        )
+        super().__init__(assignments, heldout_fraction)
 
     def key(self, problem: Assignment) -> str:
         return f"{problem.world}/{problem.statement}"
@@ -240,11 +241,11 @@ def draw(worlds: int, changes: float, rng: random.Random) -> Assignment:
             "age": rng.randint(20, 60),
         }
         opening, end = ("Change: ", ".") if change else ("Query: ", "?")
-        found = Assignment(
+        assignment = Assignment(
             rng.randrange(worlds), f"{opening}{text.format(**parts)}{end}", statement.format(**parts), change
         )
-        if _matters(found):
-            return found
+        if _matters(assignment):
+            return assignment
 
 
 def _matters(assignment: Assignment) -> bool:
@@ -256,7 +257,7 @@ def _matters(assignment: Assignment) -> bool:
 
 
 async def same_rows(query: str, reference: str, world: int) -> bool:
-    """Whether a policy's query returns the reference's rows in a fresh world."""
+    """Return whether a policy's query returns the reference's rows in a fresh world."""
     try:
         result = await Database(world_image(world)).run(query)
     except StatementRefused:
@@ -265,7 +266,7 @@ async def same_rows(query: str, reference: str, world: int) -> bool:
 
 
 async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any, ...]]]) -> bool:
-    """Whether a policy's database has these rows. Of more rows than there should be, one is read."""
+    """Return whether a policy's database has these rows. At most one surplus row is read."""
     try:
         for name, rows in wanted.items():
             result = await database.run(f"SELECT * FROM {name} LIMIT {rows.total() + 1}")
@@ -278,13 +279,13 @@ async def same_tables(database: Database, wanted: Mapping[str, Counter[tuple[Any
 
 @functools.lru_cache(maxsize=256)
 def found(world: int, statement: str) -> Counter[tuple[Any, ...]]:
-    """The rows that a statement of ours returns in a world."""
+    """Return the rows of a trusted statement in a world."""
     return Counter(execute(world_image(world), statement, writable=False)[0].rows)
 
 
 @functools.lru_cache(maxsize=256)
 def changed(world: int, statement: str) -> dict[str, Counter[tuple[Any, ...]]]:
-    """The rows of a world's tables after a statement of ours."""
+    """Return the rows of a world's tables after a trusted statement."""
     _, image = execute(world_image(world), statement, writable=True)
     return {name: Counter(execute(image, f"SELECT * FROM {name}", writable=False)[0].rows) for name in TABLES}
 
@@ -299,7 +300,7 @@ def world_image(number: int) -> bytes:
 
 
 def shown(result: Result) -> str:
-    """A result as the policy sees it: a line a row, `done` when there are none."""
+    """Return a result as the policy sees it: a line per row, `done` for an empty one."""
     if not result.columns:
         return "done"
     lines = ["|".join("null" if cell is None else str(cell) for cell in row) for row in result.rows[:SHOWN_ROWS]]

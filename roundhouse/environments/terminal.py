@@ -1,13 +1,13 @@
 """Chores in a small file tree, done with commands: find, count, sort, replace, rename, delete, repair.
 
-Invariant: the reward is 1 exactly when, at the end, the tree holds the files that the chore asks for, and all others as they
-were. It is the sum of its components, which judge the final tree alone: `done` (0.8: every file that the chore changes, makes
-or removes is as it has to be) and `tidy` (0.2: every other file is as it was and there is no new one; only with `done`).
+Invariant: the reward is 1 exactly if, at the end, the tree holds the chore's wanted files, and all others unchanged. It
+is the sum of its components, which judge the final tree alone: `done` (0.8: every file that the chore changes, makes or
+removes is right) and `tidy` (0.2: every other file is unchanged and no new one exists; only with `done`).
 
     Sort the lines of notes/ant.txt.   ->   run(command="sort -o notes/ant.txt notes/ant.txt") = exit status 0   ->   Done.
 
-The wanted tree is computed from the chore, never by running its command; neither it nor the command is shown to the policy. A
-wrong demonstration does the chore for a part of what it names. Any kind of sandbox serves that has the programs of POSIX.
+The wanted tree is computed from the chore, never by running its command; the policy sees neither. A wrong demonstration
+does a part of the chore. Any kind of sandbox with the programs of POSIX is suitable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tree = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Chore:
-    """What is to be done with a tree, the command that does it, and one that does a part of it."""
+    """A task in a tree, the command that does it, and one that does a part of it."""
 
     text: str
     before: tuple[tuple[str, str], ...]
@@ -57,8 +57,8 @@ class Terminal(SandboxedEnvironment[Chore]):
         heldout_fraction: float = 0.2,
         sandbox: SandboxConfig | None = None,
     ) -> None:
-        made = distinct(lambda rng: draw(files, rng), self.key, problems, f"terminal with {files} files")
-        super().__init__(made, heldout_fraction, sandbox or LocalSandbox())
+        chores = distinct(lambda rng: draw(files, rng), self.key, problems, f"terminal with {files} files")
+        super().__init__(chores, heldout_fraction, sandbox or LocalSandbox())
 
     def key(self, problem: Chore) -> str:
         return f"{random.Random(repr(problem.before)).getrandbits(48):012x}/{problem.command}"
@@ -68,10 +68,10 @@ class Terminal(SandboxedEnvironment[Chore]):
 
     async def verify(self, session: Sandbox, row: TaskRow, response: dict[str, Any]) -> Verdict:
         try:
-            found = await session.read_files()
+            tree = await session.read_files()
         except FilesRefused:
             return Verdict(0.0, {"done": 0.0, "tidy": 0.0})
-        parts = judge({name: read(name, content) for name, content in found.items()}, row["files"], row["wanted"])
+        parts = judge({name: read(name, content) for name, content in tree.items()}, row["files"], row["wanted"])
         return Verdict(sum(parts.values()), parts)
 
     def demonstration(self, problem: Chore, right: bool, rng: random.Random) -> Iterator[Message]:
@@ -81,7 +81,7 @@ class Terminal(SandboxedEnvironment[Chore]):
 
 
 def read(name: str, content: bytes) -> str:
-    """A file's text; of the answer, without what its form leaves open."""
+    """Return a file's text; for the answer, without optional formatting."""
     text = content.decode(errors="replace")
     return text.strip().removeprefix("./") if name == ANSWER else text
 
@@ -89,9 +89,9 @@ def read(name: str, content: bytes) -> str:
 def judge(found: Tree, before: Tree, wanted: Tree) -> dict[str, float]:
     """The components of the reward, from the tree at the end."""
     concerned = {name for name in {*before, *wanted} if before.get(name) != wanted.get(name)}
-    done = all(found.get(name) == wanted.get(name) for name in concerned)
+    is_done = all(found.get(name) == wanted.get(name) for name in concerned)
     tidy = all(found.get(name) == wanted.get(name) for name in {*found, *wanted} - concerned)
-    return {"done": DONE * done, "tidy": TIDY * (done and tidy)}
+    return {"done": DONE * is_done, "tidy": TIDY * (is_done and tidy)}
 
 
 def draw(files: int, rng: random.Random) -> Chore:
@@ -114,7 +114,7 @@ def draw_tree(files: int, rng: random.Random) -> Tree:
 
 
 Drawn = tuple[str, Tree, str, str]
-"""What the policy is told, the wanted tree, the command, the careless one; no command where the tree does not suit."""
+"""The policy's text, the wanted tree, the command, the careless command; an empty command for an unsuitable tree."""
 UNFIT: Drawn = ("", {}, "", "")
 
 
@@ -133,15 +133,15 @@ def count(tree: Tree, rng: random.Random) -> Drawn:
     if len(paths) < 2 or lines[0] in (0, sum(lines)):
         return UNFIT
     text = f"How many lines of all {ending} files have the word {word}? Write the number to {ANSWER}."
-    wanted = tree | {ANSWER: str(sum(lines))}
-    return text, wanted, f"cat */*{ending} | grep -c {word} > {ANSWER}", f"grep -c {word} {paths[0]} > {ANSWER}"
+    target = tree | {ANSWER: str(sum(lines))}
+    return text, target, f"cat */*{ending} | grep -c {word} > {ANSWER}", f"grep -c {word} {paths[0]} > {ANSWER}"
 
 
 def sort(tree: Tree, rng: random.Random) -> Drawn:
     path = rng.choice(sorted(tree))
     lines = sorted(tree[path].splitlines(keepends=True))
-    wanted = tree | {path: "".join(lines)}
-    return f"Sort the lines of {path}.", wanted, f"sort -o {path} {path}", f"sort -r -o {path} {path}"
+    target = tree | {path: "".join(lines)}
+    return f"Sort the lines of {path}.", target, f"sort -o {path} {path}", f"sort -r -o {path} {path}"
 
 
 def unrepeat(tree: Tree, rng: random.Random) -> Drawn:
@@ -161,8 +161,8 @@ def replace(tree: Tree, rng: random.Random) -> Drawn:
     if len(paths) < 2:
         return UNFIT
     text = f"Replace the word {old} by {new} in all files of {directory}."
-    wanted = tree | {path: tree[path].replace(f"{old} ", f"{new} ") for path in paths}
-    return text, wanted, f"sed -i 's/{old}/{new}/' {directory}/*", f"sed -i 's/{old}/{new}/' {paths[0]}"
+    target = tree | {path: tree[path].replace(f"{old} ", f"{new} ") for path in paths}
+    return text, target, f"sed -i 's/{old}/{new}/' {directory}/*", f"sed -i 's/{old}/{new}/' {paths[0]}"
 
 
 def rename(tree: Tree, rng: random.Random) -> Drawn:
@@ -170,18 +170,18 @@ def rename(tree: Tree, rng: random.Random) -> Drawn:
     paths = [path for path in tree if path.endswith(ending)]
     if len(paths) < 2:
         return UNFIT
-    wanted = {path.replace(ending, ".old"): text for path, text in tree.items()}
+    target = {path.replace(ending, ".old"): text for path, text in tree.items()}
     command = f'for each in */*{ending}; do mv "$each" "${{each%{ending}}}.old"; done'
     careless = f"mv {paths[0]} {paths[0].replace(ending, '.old')}"
-    return f"Rename every {ending} file, so that it ends in .old instead.", wanted, command, careless
+    return f"Rename every {ending} file, so that it ends in .old instead.", target, command, careless
 
 
 def delete(tree: Tree, rng: random.Random) -> Drawn:
     empty = [path for path in tree if not tree[path]]
     if len(empty) < 2:
         return UNFIT
-    wanted = {path: text for path, text in tree.items() if text}
-    return "Delete all empty files.", wanted, "find . -type f -size 0 -exec rm {} +", f"rm {empty[0]}"
+    target = {path: text for path, text in tree.items() if text}
+    return "Delete all empty files.", target, "find . -type f -size 0 -exec rm {} +", f"rm {empty[0]}"
 
 
 CHORES: tuple[Callable[[Tree, random.Random], Drawn], ...] = (find, count, sort, unrepeat, replace, rename, delete)

@@ -1,20 +1,20 @@
-"""A stateful session with several tools: what counts is the final state, not what the policy says.
+"""A stateful session with several tools: the final state counts, not the policy's text.
 
-Invariant: the reward of an order is 1 exactly when, at its end, the shelf that was to be restocked holds the asked number, the
-asked goods are shipped, and nothing else was touched. It is the sum of its components, which judge that state alone: `restock`
-(0.4), `ship` (0.4), `tidy` (0.2: every good that the order does not name is where it was; only with one of the other two).
+Invariant: the reward of an order is 1 exactly if, at its end, the shelf to be restocked holds the requested number, the
+requested goods are shipped, and everything else is unchanged. It is the sum of its components, which judge that state
+alone: `restock` (0.4), `ship` (0.4), `tidy` (0.2: every other good is unchanged; only with one of the other two).
 
     Shelf A must hold 5 nuts. Ship 3 bolts.
       look(shelf=A) = nuts 2, bolts 1, pins 4    move(good=nuts, source=B, target=A, count=3) = moved
       look(shelf=B) = nuts 6, bolts 5, pins 0    ship(good=bolts, shelf=B, count=3) = shipped         ->  Done.
 
-One other shelf always has what is missing, and one shelf what is to be shipped. Goods are neither made nor lost: a tool refuses
-what is not there. A wrong demonstration moves too many, ships one too few, or does both.
+One other shelf always has the missing goods, and one shelf those to be shipped. Goods are neither made nor lost: a tool
+refuses missing ones. A wrong demonstration moves too many, ships one too few, or does both.
 
-With several orders, a shipment ends one: the answer is the next order, which finds other stock on the shelves, and the turn has
-the order's part of the reward. The last ends with the rollout. The reward is the mean over all orders, and those that the
-rollout did not reach count 0. A right solution takes five turns an order and a last word. A wrong demonstration errs in every
-order, and gives up when it ships none.
+With several orders, a shipment ends one: the answer is the next order, with other stock on the shelves, and the turn
+has the order's part of the reward. The last ends with the rollout. The reward is the mean over all orders; unreached
+ones count 0. A right solution takes five turns an order and a last word. A wrong demonstration errs in every order, and
+stops when it ships none.
 
       ship(good=bolts, shelf=B, count=3) = shipped. Shelf C must hold 4 pins. Ship 2 nuts.
       look(shelf=C) = …
@@ -67,7 +67,7 @@ Day = tuple[WarehouseOrder, ...]
 
 @dataclass(slots=True)
 class Floor:
-    """One rollout's warehouse: what is on the shelves for the order at hand, and what the earlier orders earned."""
+    """One rollout's warehouse: the shelves of the present order, and the rewards of earlier ones."""
 
     orders: list[dict[str, Any]]
     """The order at hand and those to come, each with the `stock` that it finds."""
@@ -84,7 +84,7 @@ class Floor:
         self.shipped = dict.fromkeys(GOODS, 0)
 
     def finish_order(self) -> str:
-        """Judge the order at hand and begin the next one, whose text is returned."""
+        """Judge the present order, start the next one, and return its text."""
         self.earned.append(judge(self))
         del self.orders[0]
         self.begin()
@@ -144,7 +144,7 @@ class Warehouse(GeneratedEnvironment[Day]):
         if len(session.orders) == 1:
             return SHIPPED
         following = session.finish_order()
-        whole = math.fsum(WEIGHTS[name] * held for name, held in session.earned[-1].items())
+        whole = math.fsum(WEIGHTS[name] * is_met for name, is_met in session.earned[-1].items())
         return Rewarded(f"{SHIPPED}. {following}", whole / (len(session.earned) + len(session.orders)))
 
     async def verify(self, session: Floor, row: TaskRow, response: dict[str, Any]) -> Verdict:
@@ -183,7 +183,7 @@ def draw(most: int, rng: random.Random) -> WarehouseOrder:
 
 
 def judge(floor: Floor) -> dict[str, bool]:
-    """Which components of the reward the order at hand earns, from the stock that it found and the floor now."""
+    """Return the earned components of the present order, from its initial stock and the present floor."""
     before, order = floor.orders[0]["stock"], floor.orders[0]["order"]
     restock = floor.stock[order["shelf"]][order["restocked"]] == order["level"]
     ship = floor.shipped[order["shipped"]] == order["count"]

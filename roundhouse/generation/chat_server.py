@@ -1,25 +1,27 @@
-"""The HTTP side of a replica, as a bare ASGI application.
+"""The HTTP side of a replica, as a plain ASGI application.
 
-Invariant: every reply of `/v1/chat/completions` names the policy version that drew its tokens, in the body and in the
-`x-policy-version` header (the oldest, where a refit came in between; `version_spans` then has all), and the replica
-(`x-replica-id`), and carries prompt and generation token IDs with log-probabilities in the message. Every failure is a JSON
-`error` with a stable `code`; 4xx means the request cannot be answered, 503 that this replica must not answer now. A caller
-that leaves ends its generation. The metric `roundhouse_engine_ready` is 1 exactly when the replica answers with the version
-that is wanted of it.
+Invariant: every reply of `/v1/chat/completions` names the policy version that generated its tokens, in the body and in
+the `x-policy-version` header (the oldest one after a refit in between; `version_spans` then has all), and the replica
+(`x-replica-id`). The message carries prompt and generation token IDs with log-probabilities. Every failure is a JSON
+`error` with a stable `code`; 4xx means that the request cannot be answered, 503 that this replica must not answer now.
+If a caller disconnects, its generation ends. The metric `roundhouse_engine_ready` is 1 exactly if the replica answers
+with its wanted version.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from roundhouse.generation.chat import ChatCodec, ContinuationBroken
 from roundhouse.generation.protocol import TOKEN_FIELDS, AsgiApp, BadRequest, Generated, read_request
+from roundhouse.generation.rendering import RENDER_SECONDS, awaited_within
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.http.asgi import (
     JSON,
@@ -38,14 +40,19 @@ from roundhouse.trajectories.records import CallStage
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+RENDERINGS = 8
+"""At once. More gain nothing: Python runs one at a time."""
+
 Bring = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 ENGINE_ROUTES = {
     *(("GET", path) for path in ("/version", "/load", "/ping", "/tokenizer_info")),
     *(("POST", path) for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/responses", "/v1/messages")),
 }
-"""The engine's own routes that are passed on: those that ask. What changes an engine (vLLM's /pause, /sleep, /update_weights,
-/collective_rpc, /v1/load_lora_adapter and the like) cannot be reached from outside; weights come by the wanted version."""
+"""The engine's read-only routes that are passed on. Routes that change an engine (vLLM's /pause, /sleep,
+/update_weights, /collective_rpc, /v1/load_lora_adapter and the like) are not reachable from outside; weights change
+by the wanted version."""
 
 
 class ChatServer:
@@ -56,12 +63,15 @@ class ChatServer:
         self.codec = codec
         self.model = model
         self.replicas: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
-        """Gives the status of every replica, where there may be others."""
+        """Function that returns the status of every replica, if there may be several."""
         self.bring: Bring | None = None
         """Hands every replica of an application (its digest) a desired state; gives the status of each."""
+        self.replace: Callable[[list[str]], Awaitable[list[str]]] | None = None
+        """Function that ends other replicas by their actors' names, and returns the names that existed."""
         self.control_token: str | None = None
-        """What a caller of `bring` has to present; without one the route does not exist."""
+        """Token that a caller of `bring` or `replace` has to present; without one their routes do not exist."""
         self._limited = BodyLimit(self._answer)
+        self._rendering = asyncio.Semaphore(RENDERINGS)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -86,11 +96,14 @@ class ChatServer:
             case "GET", "/rh/status":
                 await reply_json(send, 200, self.policy.status())
             case "GET", "/rh/replicas":
-                found = [self.policy.status()] if self.replicas is None else await self.replicas()
-                await reply_json(send, 200, {"replicas": found})
+                replicas = [self.policy.status()] if self.replicas is None else await self.replicas()
+                await reply_json(send, 200, {"replicas": replicas})
             case "POST", "/rh/desired" if self.bring is not None and self.control_token is not None:
                 if await authorized(scope, send, self.control_token, "Ray's token (RAY_AUTH_TOKEN)"):
                     await self._bring(self.bring, receive, send)
+            case "POST", "/rh/replaced" if self.replace is not None and self.control_token is not None:
+                if await authorized(scope, send, self.control_token, "Ray's token (RAY_AUTH_TOKEN)"):
+                    await self._replace(self.replace, receive, send)
             case "GET", "/health":
                 status = self.policy.status()
                 report = {name: status[name] for name in ("ready", "error")}
@@ -108,7 +121,7 @@ class ChatServer:
                 await self._pass_on(scope, receive, send)
 
     async def _pass_on(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer by the engine's own OpenAI application, where it has the route; /tokenize of a conversation is ours."""
+        """Answer with the engine's own OpenAI application if it has the route; /tokenize of a conversation is ours."""
         route = (scope.get("method"), scope["path"])
         if route == ("POST", "/tokenize"):
             raw = await read_body(receive)
@@ -140,7 +153,8 @@ class ChatServer:
             body = _json(raw)
             if not isinstance(body, dict) or "messages" not in body:
                 return False
-            tokens = self.codec.prompt(read_request(body, self.model)).token_ids
+            request = read_request(body, self.model)
+            tokens = (await self._rendered(lambda: self.codec.prompt(request))).token_ids
         except BadRequest as error:
             await reply_error(send, error.status, error.code, str(error), error.parameter)
         except ContinuationBroken as error:
@@ -149,20 +163,38 @@ class ChatServer:
             await reply_json(send, 200, token_list(tokens, self.codec.max_model_len))
         return True
 
+    async def _rendered(self, work: Callable[[], T]) -> T:
+        """The result of work of the codec that renders, off the event loop and within a time limit."""
+        async with self._rendering:
+            return await awaited_within(RENDER_SECONDS, work)
+
     async def _bring(self, bring: Bring, receive: Receive, send: Send) -> None:
         try:
             body = _json(await read_body(receive))
-            found = await bring(body["application"], body["desired"])
+            status = await bring(body["application"], body["desired"])
         except (BadRequest, KeyError, TypeError, ValueError) as error:
             await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
             return
-        await reply_json(send, 200, {"replicas": found})
+        await reply_json(send, 200, {"replicas": status})
+
+    async def _replace(
+        self, replace: Callable[[list[str]], Awaitable[list[str]]], receive: Receive, send: Send
+    ) -> None:
+        try:
+            actors = _json(await read_body(receive))["actors"]
+            names = await replace([str(name) for name in actors])
+        except (BadRequest, KeyError, TypeError, ValueError) as error:
+            await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
+            return
+        await reply_json(send, 200, {"actors": names})
 
     async def _parsed(self, receive: Receive, send: Send) -> None:
-        """An assistant message (`message`, with `tools`) as the chat template writes it, and what is read from that text."""
+        """Return an assistant message (`message`, with `tools`) as the chat template writes it, and the parsed result
+        of that text."""
         try:
             body = _json(await read_body(receive))
-            text = self.codec.written(body["message"], body["tools"])
+            message, tools = body["message"], body["tools"]
+            text = await self._rendered(lambda: self.codec.written(message, tools))
         except (BadRequest, KeyError, TypeError) as error:
             await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")
             return
@@ -197,9 +229,14 @@ class ChatServer:
         """The reply to a request."""
         request = read_request(_json(raw), self.model)
         self.policy.require_sampling(request.draw)
-        prompt = self.codec.prompt(request)
+        prompt = await self._rendered(lambda: self.codec.prompt(request))
         generated = await while_connected(receive, self.policy.answer(prompt.token_ids, prompt.draw))
-        message, finish_reason = self.codec.message(generated, request.tools, only_first_call=request.only_first_call)
+        message, finish_reason = self.codec.message(
+            generated,
+            request.tools,
+            prompt_token_ids=prompt.token_ids,
+            only_first_call=request.only_first_call,
+        )
         log_probs = self.codec.log_probs(generated) if request.logprobs and generated.log_probs else None
         message["prompt_token_ids"] = prompt.token_ids
         message["generation_token_ids"] = generated.token_ids
@@ -227,17 +264,17 @@ class ChatServer:
         }
 
     def _log_stages(self, request: bytes, prompt: list[int], generated: list[int], message: dict[str, Any]) -> None:
-        """What a call was in each of its stages, for a search of where tokens went astray."""
-        shown = {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
-        said = (
+        """Log a call's content in each of its stages, to locate lost tokens."""
+        fields = {name: value for name, value in message.items() if name not in TOKEN_FIELDS}
+        stages = (
             request.decode(errors="replace"),
             self.codec.tokenizer.decode(prompt, skip_special_tokens=False),
             prompt,
             generated,
             self.codec.tokenizer.decode(generated, skip_special_tokens=False),
-            shown,
+            fields,
         )
-        for stage, what in zip(CallStage, said, strict=True):
+        for stage, what in zip(CallStage, stages, strict=True):
             logger.debug("%s: %s", stage.value, what)
 
 
@@ -274,22 +311,22 @@ METRICS = {
 
 
 def holds_desired_version(status: dict[str, Any]) -> bool:
-    """Whether a replica (`ServedPolicy.status`) answers, and with the newest version that it was asked for."""
-    wanted = status["desired"] or {}
+    """Return whether a replica (`ServedPolicy.status`) answers with the newest requested version."""
+    desired = status["desired"] or {}
     return bool(
         status["ready"]
-        and wanted.get("weights") is not None
-        and (status["policy_version"], status["weights"]) == (wanted.get("policy_version"), wanted.get("weights"))
+        and desired.get("weights") is not None
+        and (status["policy_version"], status["weights"]) == (desired.get("policy_version"), desired.get("weights"))
     )
 
 
 def metrics_page(status: dict[str, Any]) -> str:
     """The replica's own metrics, in Prometheus' text format."""
-    wanted = (status["desired"] or {}).get("policy_version")
+    desired_version = (status["desired"] or {}).get("policy_version")
     values = {
         "roundhouse_engine_ready": int(holds_desired_version(status)),
         "roundhouse_engine_policy_version": -1 if status["policy_version"] is None else status["policy_version"],
-        "roundhouse_engine_wanted_version": -1 if wanted is None else wanted,
+        "roundhouse_engine_wanted_version": -1 if desired_version is None else desired_version,
         "roundhouse_engine_generated_tokens_total": status["generated_tokens"],
         "roundhouse_engine_refits_total": status["refits"],
         "roundhouse_engine_refit_seconds": status["refit_seconds"],
@@ -302,13 +339,13 @@ def metrics_page(status: dict[str, Any]) -> str:
 
 
 async def engine_metrics_page(app: AsgiApp | None) -> bytes:
-    """The engine's own metrics; empty where it has none."""
+    """Return the engine's metrics page; empty without one."""
     if app is None:
         return b""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     async def keep(message: dict[str, Any]) -> None:
-        found.append(message)
+        messages.append(message)
 
     async def nothing() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -326,6 +363,6 @@ async def engine_metrics_page(app: AsgiApp | None) -> bytes:
         nothing,
         keep,
     )
-    if not found or found[0].get("status") != 200:
+    if not messages or messages[0].get("status") != 200:
         return b""
-    return b"".join(message.get("body", b"") for message in found[1:])
+    return b"".join(message.get("body", b"") for message in messages[1:])

@@ -1,12 +1,12 @@
 """The served policy over HTTP, as a `PolicyClient`.
 
-Invariant: a call ends within its time limit, with a completion or with a typed error; it never waits longer and
-never makes an answer up. Nothing here bounds how many calls are in flight: `rollout.concurrency` does. A call is repeated only
-where a replica refused it before it drew a token, because its weights are not whole: another replica may take it. Anything else
-is not repeated here, since only the caller knows whether a repetition is welcome.
+Invariant: a call ends within its time limit, with a completion or a typed error, and never invents an answer.
+`rollout.concurrency` bounds the calls in flight. A call is repeated only if a replica refused it before it generated a
+token, because its weights are not whole: another replica may accept it. The caller decides about all other repetitions.
 
-The calls of one rollout (`for_rollout`) name it in a header, by which Ray Serve sends them to one replica, whose prefix cache
-holds the conversation so far. Any replica can answer any call, so a lost one costs each of its rollouts a prefill.
+The calls of one rollout (`for_rollout`) name it in a header, by which Ray Serve routes them to one replica, whose
+prefix cache holds the conversation so far. Any replica can answer any call, so a lost one costs each of its rollouts a
+prefill.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
     PolicyClient,
+    message_problem,
     session_header,
 )
+from roundhouse.http.clients import client_session
+from roundhouse.http.replies import read_reply
 from roundhouse.retry import Backoff
+from roundhouse.trajectories.storable import call_problem, storable_json
 
 PATH = "/v1/chat/completions"
 REFUSED_ATTEMPTS, REFUSED_PAUSES = 4, Backoff(0.1, factor=3)
-"""Of a call that replicas refuse."""
+"""Attempts and pauses for a call that replicas refuse."""
 PASSING = frozenset({404, 408, 429, 502, 503, 504})
 """Statuses of a proxy that knows no replica (404 while Serve starts), is full or waits for one: they pass by themselves."""
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -60,7 +64,7 @@ class HttpPolicyClient:
 
     async def __aenter__(self) -> HttpPolicyClient:
         allow_open_files()
-        self._session = aiohttp.ClientSession(
+        self._session = client_session(
             connector=PacedConnector(),
             timeout=aiohttp.ClientTimeout(total=self.timeout_seconds),
         )
@@ -84,7 +88,7 @@ class HttpPolicyClient:
         headers: Mapping[str, str] = {},
     ) -> Completion:
         """Answer a conversation; see `PolicyClient.complete`."""
-        body = orjson.dumps(request_body(messages, tools, sampling, seed, self.model))
+        body = request_bytes(request_body(messages, tools, sampling, seed, self.model))
         headers = {**JSON_HEADERS, **headers}
         with ACTIVITY.track("engine", "model call", where=self.url):
             status, data, latency = await self._timed_post(body, headers)
@@ -103,8 +107,8 @@ class HttpPolicyClient:
             raise RuntimeError("HttpPolicyClient is not open: use it in `async with`.")
         started = time.perf_counter()
         try:
-            async with self._session.post(self.url, data=body, headers=headers) as reply:
-                return reply.status, await reply.read(), time.perf_counter() - started
+            async with self._session.post(self.url, data=body, headers=headers, allow_redirects=False) as reply:
+                return reply.status, await read_reply(reply), time.perf_counter() - started
         except TimeoutError as error:
             raise EngineTimeout(
                 f"{self.url} did not answer within {self.timeout_seconds:g} s (generation.request_timeout_seconds)."
@@ -143,6 +147,22 @@ def request_body(
     return body
 
 
+def request_bytes(body: dict[str, Any]) -> bytes:
+    """The request as JSON. A lone surrogate, which JSON cannot carry, is sent as it is recorded (`storable_text`).
+
+    Raises:
+        EngineRejected: a message or a tool holds something else than JSON.
+    """
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # includes JSONEncodeError
+        pass
+    try:
+        return orjson.dumps(storable_json(body))
+    except TypeError as error:
+        raise EngineRejected(f"The conversation or its tools cannot be sent as JSON: {error}") from error
+
+
 def without_older_tokens(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with token fields on none but the newest message that carries them."""
     newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get(TOKEN_FIELDS[0])), -1)
@@ -174,25 +194,28 @@ def error_of(status: int, data: bytes, url: str) -> Exception:
 
 
 def read_completion(data: bytes, latency: float, url: str) -> Completion:
-    """A chat completion's JSON as `Completion`.
+    """Parse a chat completion's JSON into `Completion`.
 
     Raises:
-        BadReply: it is not one of ours: something else answers at this URL.
+        BadReply: another program answers at this URL, or a field has another type or size.
     """
     try:
         reply = orjson.loads(data)
         choice = reply["choices"][0]
         message = choice["message"]
         prompt, generation, log_probs = (message.pop(key) for key in TOKEN_FIELDS)
+        version, spans = reply["policy_version"], reply.get("version_spans")
+        if problem := call_problem(prompt, generation, log_probs, version, spans) or _message_problem(message):
+            raise ValueError(problem)
         return Completion(
             message=message,
             finish_reason=choice["finish_reason"],
             prompt_token_ids=prompt,
             generation_token_ids=generation,
             generation_log_probs=log_probs,
-            policy_version=reply["policy_version"],
+            policy_version=version,
             latency_seconds=latency,
-            version_spans=reply.get("version_spans"),
+            version_spans=spans,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         begins = data[:200].decode(errors="replace")
@@ -200,6 +223,16 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
             f"{url} answered 200 with something else than a chat completion with token IDs ({type(error).__name__}: {error}): "
             f"{begins!r}. Is it the policy's server?"
         ) from error
+
+
+def _message_problem(message: dict[str, Any]) -> str:
+    if problem := message_problem(message, strict=True):
+        return problem
+    for call in message.get("tool_calls") or ():
+        texts = (call.get("id"), call["function"]["name"], call["function"].get("arguments"))
+        if not all(isinstance(text, str) for text in texts):
+            return "a tool call has an id, a name and arguments, all text"
+    return ""
 
 
 OPENING_AT_ONCE = 128
@@ -214,12 +247,11 @@ def allow_open_files() -> None:
 
 
 class PacedConnector(aiohttp.TCPConnector):
-    """Opens few connections at once. Thousands of rollouts that begin together would overflow the server's queue of
-    connections to accept (2048 with uvicorn), and those that are dropped there run into their time limit. Waiting here is
-    not part of it."""
+    """Open few connections at once. Thousands of simultaneous rollouts would overflow the server's accept queue (2048
+    with uvicorn), and dropped connections run into their time limit. Waiting here does not count against the limit."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(limit=0, **options)
+        super().__init__(**{"limit": 0, **options})
         self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
 
     async def _create_connection(self, *arguments: Any, **options: Any) -> Any:

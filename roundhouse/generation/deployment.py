@@ -1,33 +1,44 @@
 """Deploy the policy and refit it, declaratively, through Serve's REST interface.
 
-Invariant: the wanted state (application, `user_config` with version and weights) is written to Serve in one PUT; after that the
-cluster brings itself there, also when this process dies. A function here returns only when every replica that Serve counts has
-reported that it answers with the wanted version; otherwise it raises, with the replicas' or Serve's own words.
+Invariant: the wanted state (application, `user_config` with version and weights) is written to Serve in one PUT; the
+cluster then reaches it even if this process dies. A function here returns only after every replica that Serve counts
+has reported the wanted version; otherwise it raises with the error of the replicas or of Serve. A refit changes only
+`user_config`, so Serve calls `reconfigure` in the running replicas and restarts nothing.
 
-Only `user_config` changes at a refit, so Serve calls `reconfigure` in the running replicas and restarts nothing.
-
-An `EngineService` is where a run's engine is: behind Ray Serve, or in a process that is there already. `ensure` returns only
-when every replica has said itself that it answers with the wanted version of the weights; otherwise it raises with the cause.
-Nothing of a run depends on which of the two it is.
+An `EngineService` is a run's engine, behind Ray Serve or in an existing process. `ensure` returns only after every
+replica has confirmed the wanted version of the weights; otherwise it raises with the cause. A run works the same with
+both.
 """
 
 from __future__ import annotations
 
-import ssl
+import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 
+from roundhouse.activity import announce
 from roundhouse.config.generation import SAMPLED_BY_REQUEST, TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import Reservation
 from roundhouse.config.secrets import read_secret
-from roundhouse.errors import DeploymentFailed, InfraError
+from roundhouse.errors import DeploymentFailed, InfraError, RoundhouseError
 from roundhouse.generation import serve_app
+from roundhouse.generation.silence import (
+    REPORT_SECONDS,
+    SILENT_SECONDS,
+    SilenceWatch,
+    SilentReplica,
+    actor_names,
+    started_replicas,
+)
+from roundhouse.http.clients import async_http_client, http_client
 from roundhouse.weight_sync.base import load_transport
 from roundhouse.weight_sync.replica_state import (
     RefitOptions,
@@ -37,26 +48,34 @@ from roundhouse.weight_sync.replica_state import (
     desired_state,
 )
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.03
 SERVE_STATUS_SECONDS = 0.3
 """Serve's own status is asked for less often: it costs the dashboard some milliseconds."""
 CALL_TIMEOUT_SECONDS = 10.0
+REPLACE_CALLS = 3
 
 
 class ServeUnreachable(InfraError):
     """Ray's dashboard does not answer."""
 
 
+class EngineSilent(InfraError):
+    """A replica of the engine does not answer, although Serve counts it as started."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeEndpoint:
-    """Where a Ray cluster's Serve is."""
+    """Address of a Ray cluster's Serve."""
 
     dashboard_url: str
     """Base URL of Ray's dashboard, e.g. http://127.0.0.1:8265."""
     http_url: str
-    """Base URL where Serve answers, e.g. http://127.0.0.1:8000. Its port is used when the first deployment starts Serve."""
+    """Base URL of Serve's answers, e.g. http://127.0.0.1:8000. Its port is used when the first deployment starts
+    Serve."""
     token: str | None = None
-    """Ray's authentication token (RAY_AUTH_TOKEN of the cluster); None where authentication is off."""
+    """Ray's authentication token (RAY_AUTH_TOKEN of the cluster); None without authentication."""
 
 
 def ensure_deployed(
@@ -73,14 +92,14 @@ def ensure_deployed(
     """Deploy the policy, or bring a running deployment to this state.
 
     Args:
-        config: how to serve; a changed one replaces the replicas.
+        config: serving configuration; a changed one replaces the replicas.
         model_dir: directory with config.json and tokenizer files, on every node. Weights in it are not read.
         serve: the cluster.
-        weights: directory or URI of the weights. None starts the engines without, and they take no request yet. On a deployment
-            that has weights already, None leaves them.
+        weights: directory or URI of the weights. None starts the engines without weights, and they take no request yet.
+            None does not change a deployment that has weights.
         version: policy version of the weights.
-        options: how the weights come to a replica, and what becomes of its running generations.
-        reserved: room for the trainer near the replica; another one replaces the replica.
+        options: transport of the weights and treatment of running generations.
+        reserved: room for the trainer near the replica; a change replaces the replica.
         wait: False returns when Serve has accepted the wanted state, before any replica is up.
 
     Returns:
@@ -89,6 +108,7 @@ def ensure_deployed(
     Raises:
         ConfigError: the model directory lacks files.
         DeploymentFailed: an engine cannot start, or weights cannot be loaded.
+        EngineSilent: a replica does not answer in time, even after its replacement.
         ServeUnreachable: the dashboard does not answer.
     """
     if httpx.URL(serve.http_url).host in ("127.0.0.1", "localhost"):
@@ -103,18 +123,18 @@ def ensure_deployed(
         client.put_applications(present | {serve_app.APPLICATION: application}, config.start_timeout_seconds)
         if not wait:
             return []
-        # Serve itself would hand the change to one replica after another where there are more, so that some answer meanwhile
+        # Serve itself would change several replicas one after another, so that some keep answering
         at_once = config.replicas == 1 or load_transport(config.weight_sync).all_replicas_at_once
         return client.wait(application, config.start_timeout_seconds, bring=at_once and current is not None)
 
 
 def replicas_at(client: httpx.Client) -> list[ReplicaReport]:
-    """The running replicas, as they describe themselves; empty when none answers."""
+    """Return the reports of the running replicas that answer."""
     return replicas_of(lambda: client.get("/rh/replicas"))
 
 
 def replicas_of(ask: Callable[[], httpx.Response]) -> list[ReplicaReport]:
-    """The replicas that an answer reports; empty where there is none."""
+    """Return the replicas in an answer; empty if it reports none."""
     try:
         reply = ask()
         return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
@@ -123,23 +143,23 @@ def replicas_of(ask: Callable[[], httpx.Response]) -> list[ReplicaReport]:
 
 
 def counted_tokens(replicas: Iterable[ReplicaReport]) -> dict[str, int]:
-    """What replicas have generated up to now, by counter."""
+    """Return the replicas' numbers of generated tokens so far, by counter."""
     return {each.token_counter: each.generated_tokens or 0 for each in replicas if each.token_counter is not None}
 
 
 def counted_at(engine_url: str) -> dict[str, int]:
-    """`counted_tokens` of the engine of this base URL; empty where it does not say."""
+    """Return `counted_tokens` of the engine at this base URL; empty if it does not report them."""
     with _client(engine_url, {}) as client:
         return counted_tokens(replicas_at(client))
 
 
 def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
-    """What an engine is started with, as JSON. Another value of any of it means another engine."""
-    # `replicas` and time limits are none of an engine's business: changing them must not restart engines.
+    """Return an engine's start arguments as JSON. A change of any value requires another engine."""
+    # `replicas` and time limits do not belong to an engine: a change must not restart engines.
     limits = {"start_timeout_seconds", "request_timeout_seconds", "refit_timeout_seconds"}
     # These come with each desired state.
     refits = {"weight_sync", "inflight_requests", "keep_prefix_cache"}
-    # A built-in engine is told with each request how to draw; one of your own is made for it.
+    # A built-in engine receives the sampling with each request; a custom engine is made for it.
     sampling = {"sampling"} if config.backend in SAMPLED_BY_REQUEST else set()
     return config.model_dump(mode="json", exclude={"replicas", "engine_url", *sampling, *limits, *refits})
 
@@ -147,7 +167,7 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
 def wanted_application(
     config: GenerationConfig, model_dir: str, user_config: dict[str, Any], reserved: Reservation | None = None
 ) -> dict[str, Any]:
-    """The application as Serve's schema has it, with what is wanted of it."""
+    """Return the application in Serve's schema, with its wanted state."""
     near = None if reserved is None else asdict(reserved)
     # Serve hands a change to a fifth of the replicas at a time, or to one, unless the transport needs all at once
     pace = {"rolling_update_percentage": 1.0} if load_transport(config.weight_sync).all_replicas_at_once else {}
@@ -201,23 +221,25 @@ class _Serve:
 
     def applications(self) -> dict[str, dict[str, Any]]:
         """The cluster's applications by name, each as it was last wanted."""
-        found = self._call("GET")["applications"]
-        return {name: each["deployed_app_config"] for name, each in found.items() if each.get("deployed_app_config")}
+        applications = self._call("GET")["applications"]
+        return {
+            name: each["deployed_app_config"] for name, each in applications.items() if each.get("deployed_app_config")
+        }
 
     def put_applications(self, applications: Mapping[str, dict[str, Any]], seconds: float) -> None:
-        """Write the wanted state of all applications of the cluster; one that is left out is taken down.
+        """Write the wanted state of all applications of the cluster; omitted ones are taken down.
 
         Args:
-            seconds: limit of the answer. Where Serve is not up, its controller and proxies start before it comes, so it has
-                the limit of what is started.
+            seconds: time limit of the answer. If Serve is not running, its controller and proxies start first, so the
+                start's limit applies.
         """
         url = httpx.URL(self._serve.http_url)
         http_options = {"host": url.host, "port": url.port or 80}
         self._call("PUT", {"http_options": http_options, "applications": list(applications.values())}, seconds)
 
     def _bring(self, digest: str, user_config: dict[str, Any]) -> list[ReplicaReport]:
-        """Hand running replicas the desired state that Serve has stored. Its control loop would bring it after two or three
-        intervals of 0.1 s, and still does where no replica takes it this way (the result is empty then)."""
+        """Send running replicas the desired state that Serve has stored. Serve's control loop would deliver it after
+        two or three intervals of 0.1 s, and still does if no replica accepts it here (the result is then empty)."""
         if self._serve.token is None:
             return []
         headers = {"Authorization": f"Bearer {self._serve.token}"}
@@ -230,47 +252,95 @@ class _Serve:
         count, user_config = deployment["num_replicas"], deployment["user_config"]
         digest = application_digest(application["args"])
         deadline, next_look = time.monotonic() + timeout, time.monotonic() + SERVE_STATUS_SECONDS
-        found: list[ReplicaReport] = []
+        watch, silent, is_second_try = SilenceWatch(), list[SilentReplica](), False
+        reports: list[ReplicaReport] = []
         while time.monotonic() < deadline:
-            found = self._bring(digest, user_config) if bring else replicas_at(self._http)
+            reports = self._bring(digest, user_config) if bring else replicas_at(self._http)
             bring = False
-            if all_there(found, count, digest, user_config):
-                return found
+            watch.hear(replica.replica_id for replica in reports)
+            if all_there(reports, count, digest, user_config):
+                return reports
             if time.monotonic() >= next_look:
-                self._raise_what_serve_says(digest)
+                status = self._application_status(digest)
+                silent = watch.silent(started_replicas(status))
+                if watch.is_report_due(silent):
+                    announce("engine", text=f"waiting: {'; '.join(map(str, silent))}")
+                if silent and silent[0].seconds > SILENT_SECONDS and not is_second_try:
+                    is_second_try, deadline = True, time.monotonic() + timeout
+                    self._replace(application, status, [s for s in silent if s.seconds > SILENT_SECONDS], deadline)
                 next_look = time.monotonic() + SERVE_STATUS_SECONDS
             time.sleep(POLL_SECONDS)
-        raise DeploymentFailed(
-            f"Not all {count} replicas answered with version {user_config['policy_version']} within {timeout:g} s. "
-            f"They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}"
+        raise EngineSilent(
+            f"Not all {count} replicas answered with version {user_config['policy_version']} within {timeout:g} s "
+            f"(generation.start_timeout_seconds). Silent: {'; '.join(map(str, silent)) or 'none that has started'}. Answers: "
+            f"{[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in reports]}. Look at the nodes of silent "
+            "replicas, and end their processes."
         )
 
-    def _raise_what_serve_says(self, digest: str) -> None:
+    def _replace(
+        self, application: dict[str, Any], status: dict[str, Any], silent: list[SilentReplica], deadline: float
+    ) -> None:
+        """Have another replica end the silent ones, since Serve replaces no replica that holds still in an update. If none can,
+        take the application down and deploy it again."""
+        actors = actor_names(status, silent)
+        is_replaced = self._end_replicas(actors)
+        which = "it is replaced" if len(actors) == 1 else "they are replaced"
+        text = f"{'; '.join(map(str, silent))}: {which if is_replaced else 'all replicas are restarted'}"
+        logger.warning("%s", text)
+        announce("engine", text=text)
+        if not is_replaced:
+            self._restart(application, deadline)
+
+    def _end_replicas(self, actors: list[str]) -> bool:
+        """Return whether a replica that answers has ended these. Serve may hand a call to a silent one, so ask again."""
+        if self._serve.token is None or not actors:
+            return False
+        headers = {"Authorization": f"Bearer {self._serve.token}"}
+        for _ in range(REPLACE_CALLS):
+            with suppress(httpx.HTTPError):
+                reply = self._http.post("/rh/replaced", json={"actors": actors}, headers=headers)
+                return reply.status_code == 200
+        return False
+
+    def _restart(self, application: dict[str, Any], deadline: float) -> None:
+        """Take the application down and deploy it again."""
+        others = {name: each for name, each in self.applications().items() if name != application["name"]}
+        limit = max(CALL_TIMEOUT_SECONDS, deadline - time.monotonic())
+        self.put_applications(others, limit)
+        while application["name"] in self._call("GET")["applications"] and time.monotonic() < deadline:
+            time.sleep(SERVE_STATUS_SECONDS)
+        self.put_applications(others | {application["name"]: application}, limit)
+
+    def _application_status(self, digest: str) -> dict[str, Any]:
+        """Return the application as Serve reports it.
+
+        Raises:
+            DeploymentFailed: Serve reports that it cannot be deployed.
+        """
         application = self._call("GET")["applications"].get(serve_app.APPLICATION)
         if application is None:
-            return
+            return {"deployments": {}}
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
-            said = [application.get("message"), *(each.get("message") for each in application["deployments"].values())]
-            cause = last_lines("\n".join(filter(None, said)))
+            messages = [
+                application.get("message"),
+                *(each.get("message") for each in application["deployments"].values()),
+            ]
+            cause = last_lines("\n".join(filter(None, messages)))
             raise DeploymentFailed(f"The policy deployment failed: {cause}")
         for deployment in application["deployments"].values():
             message = deployment.get("message") or ""
-            lost = (
-                "ActorDiedError" in message
-            )  # killed while it started or was refitted: Serve tries again, then gives up
+            lost = "ActorDiedError" in message  # killed during its start or refit: Serve retries a few times
             if "Error" in message and not lost and not is_of_another(message, digest):
                 raise DeploymentFailed(f"A replica of the policy cannot start: {last_lines(message)}")
+        return application
 
 
 def _client(url: str, headers: dict[str, str]) -> httpx.Client:
-    # Reading the certificates of all authorities costs 30 ms of CPU; plain HTTP needs none.
-    verify: ssl.SSLContext | bool = httpx.create_ssl_context() if url.startswith("https://") else False
-    # A proxy of the environment is for the world outside, and would read the tokens.
-    return httpx.Client(base_url=url, headers=headers, timeout=CALL_TIMEOUT_SECONDS, verify=verify, trust_env=False)
+    return http_client(url, headers=headers, timeout=CALL_TIMEOUT_SECONDS)
 
 
 def is_of_another(said: str, digest: str) -> bool:
-    """Whether an error is that of a replica of another application: one that is on its way out may still fail to start."""
+    """Return whether an error belongs to a replica of another application: a departing one may still fail to start."""
     return serve_app.FAILED_NOTE in said and serve_app.FAILED_NOTE + digest not in said
 
 
@@ -284,11 +354,12 @@ def all_there(found: list[ReplicaReport], count: int, digest: str, user_config: 
     """True when exactly the wanted replicas hold the wanted weights.
 
     Raises:
-        DeploymentFailed: a replica says that it cannot have them.
+        DeploymentFailed: a replica reports that it cannot have them.
+        WeightsUnreachable: it could not read them now.
     """
     for replica in found:
         if replica.failed_request == user_config["request"]:
-            raise DeploymentFailed(f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
+            raise refusal_of(replica, f"Replica {replica.replica_id} cannot be refitted. {replica.error}")
     if len(found) != count or any(replica.application != digest for replica in found):
         return False
     if (what_for := user_config.get("asleep")) is not None:
@@ -296,8 +367,17 @@ def all_there(found: list[ReplicaReport], count: int, digest: str, user_config: 
     if user_config["weights"] is None:
         return True
     version, weights = user_config["policy_version"], user_config["weights"]
-    there = {r.replica_id for r in found if r.ready and r.policy_version == version and r.weights == weights}
-    return len(there) == count
+    ready_ids = {r.replica_id for r in found if r.ready and r.policy_version == version and r.weights == weights}
+    return len(ready_ids) == count
+
+
+class WeightsUnreachable(InfraError):
+    """A replica could not read the weights now: its store or its machine failed."""
+
+
+def refusal_of(replica: ReplicaReport, text: str) -> RoundhouseError:
+    """Return the error of a replica that does not hold the desired weights, of a kind that is retried if it may pass."""
+    return (WeightsUnreachable if replica.failure_may_pass else DeploymentFailed)(text)
 
 
 class EngineGone(InfraError):
@@ -337,12 +417,22 @@ class EngineService(ABC):
         """Bring all replicas to these weights.
 
         Raises:
-            InfraError: it does not answer.
+            InfraError: it does not answer (`EngineGone`, `EngineSilent`).
             DeploymentFailed: an engine cannot start, or refuses the weights.
         """
 
+    def release(self, *, next_pod_resumes: bool = False) -> None:
+        """Take away the replicas that this run asked for, if they hold machines that others could use. Do not wait.
+
+        Args:
+            next_pod_resumes: the process ends by a signal. Keep the replicas if the cluster starts another pod for the run.
+
+        Raises:
+            InfraError: the engine's cluster does not answer.
+        """
+
     def metrics(self) -> dict[str, float]:
-        """What this object spent on it, by name; empty if nothing was measured."""
+        """Return this object's costs by name; empty if nothing was measured."""
         return {}
 
 
@@ -397,13 +487,44 @@ class ProcessEngine(EngineService):
         version: int,
         options: RefitOptions = RefitOptions(),
     ) -> list[ReplicaReport]:
-        wanted = desired_state(version, weights, options, [replica.desired for replica in self.replicas()])
-        found = self._apply(config, model_dir, wanted, config.start_timeout_seconds + config.refit_timeout_seconds)
-        for replica in found:
-            there = replica.ready and (replica.policy_version, replica.weights) == (version, weights)
-            if not (there if options.asleep is None else replica.asleep == options.asleep):
-                raise DeploymentFailed(f"The engine at {self.url} cannot be refitted. {replica.error}")
-        return found
+        desired = desired_state(version, weights, options, [replica.desired for replica in self.replicas()])
+        reports = self._apply(config, model_dir, desired, config.start_timeout_seconds + config.refit_timeout_seconds)
+        for replica in reports:
+            is_ready = replica.ready and (replica.policy_version, replica.weights) == (version, weights)
+            if not (is_ready if options.asleep is None else replica.asleep == options.asleep):
+                raise refusal_of(replica, f"The engine at {self.url} cannot be refitted. {replica.error}")
+        return reports
+
+    async def _post_while_alive(
+        self, body: dict[str, Any], headers: dict[str, str], seconds: float, silence: float
+    ) -> httpx.Response:
+        """Return the reply to a desired state. The engine has to answer other requests meanwhile.
+
+        Args:
+            seconds: time limit of the reply.
+            silence: seconds without any answer that are allowed, since an engine that starts may hold up its process.
+
+        Raises:
+            EngineSilent: it answers nothing for so long.
+        """
+        async with async_http_client(httpx, self.url, timeout=CALL_TIMEOUT_SECONDS) as client:
+            reply = asyncio.create_task(client.post("/rh/desired", json=body, headers=headers, timeout=seconds))
+            last_answer = time.monotonic()
+            try:
+                while not (await asyncio.wait([reply], timeout=REPORT_SECONDS))[0]:
+                    with suppress(httpx.TransportError):
+                        await client.get("/rh/replicas")
+                        last_answer = time.monotonic()
+                    if (silent := time.monotonic() - last_answer) > silence:
+                        raise EngineSilent(
+                            f"The engine at {self.url} has not answered for {silent:.0f} s (generation.start_timeout_seconds). "
+                            "Look at its process, and start it again."
+                        )
+                    if silent > REPORT_SECONDS:
+                        announce("engine", text=f"waiting: {self.url} has not answered for {silent:.0f} s")
+                return reply.result()
+            finally:
+                reply.cancel()
 
     def _apply(
         self, config: GenerationConfig, model_dir: str, wanted: dict[str, Any], seconds: float
@@ -416,8 +537,7 @@ class ProcessEngine(EngineService):
         token = read_secret(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with _client(self.url, {}) as client:
-                reply = client.post("/rh/desired", json=body, headers=headers, timeout=seconds)
+            reply = asyncio.run(self._post_while_alive(body, headers, seconds, config.start_timeout_seconds))
         except httpx.HTTPError as error:
             raise EngineGone(
                 f"The engine at {self.url} does not answer: {type(error).__name__}: {error}. Is it running, and "

@@ -1,13 +1,12 @@
 """A real exchange with an engine before a run relies on it: models, chat, tokenize, recorded tokens, tool calls.
 
-Invariant: every check asks the engine itself, by the routes that rollouts use, and changes nothing in it; what does not hold is
-a `Problem` with symptom, likely cause and remedy, the same for a run that begins (`refuse_unfit_engine`) and for
-`roundhouse doctor`.
+Invariant: every check uses the engine's routes for rollouts and changes nothing in it. A failed check is a `Problem`
+with symptom, likely cause and remedy, the same at a run's start (`refuse_unfit_engine`) and in `roundhouse doctor`.
 
-    GET  /v1/models              names the model that is asked for
+    GET  /v1/models              names the requested model
     POST /v1/chat/completions    answers with token IDs and log-probabilities, the run's sampling and tools given
-    POST /tokenize               gives the chat's prompt; continued, one that begins with the recorded tokens
-    POST /rh/parsed              a call that the chat template writes is read back by the tool-call parser
+    POST /tokenize               returns the chat's prompt; continued, one that begins with the recorded tokens
+    POST /rh/parsed              the tool-call parser reads a call that the chat template writes
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.client import PATH, error_of, read_completion, request_body
 from roundhouse.generation.protocol import Completion, ContextOverflow, EngineTimeout, EngineUnreachable
+from roundhouse.http.clients import http_client
 
 TOKENS = 4
 """Generated for the exchange."""
@@ -30,7 +30,7 @@ MODEL = "policy"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What an engine does otherwise than a run needs it."""
+    """A difference between an engine's behaviour and a run's requirement."""
 
     symptom: str
     cause: str
@@ -39,7 +39,8 @@ class Problem:
     """It may pass by itself: the engine is not there yet, or busy."""
 
     def __str__(self) -> str:
-        return f"{self.symptom}: {self.cause}. {self.remedy}"
+        cause = self.cause.rstrip(".")
+        return f"{self.symptom}: {cause}. {self.remedy}"
 
 
 def refuse_unfit_engine(
@@ -48,8 +49,8 @@ def refuse_unfit_engine(
     """Refuse an engine that a run's rollouts could not use.
 
     Args:
-        messages: what a rollout of a task begins with, in chat shape.
-        tools: of the task, in chat shape; empty where it has none.
+        messages: initial messages of a task's rollout, in chat form.
+        tools: tools of the task, in chat form; empty without tools.
 
     Raises:
         EngineUnreachable: it does not answer.
@@ -62,8 +63,8 @@ def refuse_unfit_engine(
 def problem_of(
     url: str, config: GenerationConfig, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> Problem | None:
-    """The first check that does not hold; None where all do."""
-    with httpx.Client(base_url=url.rstrip("/"), timeout=config.request_timeout_seconds, trust_env=False) as client:
+    """Return the first failed check; None if all pass."""
+    with http_client(url, timeout=config.request_timeout_seconds) as client:
         try:
             return _exchange(client, url, config, messages, tools)
         except httpx.TimeoutException as error:
@@ -91,14 +92,14 @@ def _exchange(
     except (ValueError, KeyError, TypeError):
         served = []
     if MODEL not in served:
-        said = f"HTTP {reply.status_code}" if reply.status_code != 200 else f"models {served}"
+        summary = f"HTTP {reply.status_code}" if reply.status_code != 200 else f"models {served}"
         return Problem(
-            f"{url}/v1/models: {said}, not {MODEL!r}",
+            f"{url}/v1/models: {summary}, not {MODEL!r}",
             "another server answers there",
             "Correct generation.engine_url: an engine of Roundhouse serves the model as policy.",
         )
-    asked = config.sampling.model_copy(update={"max_new_tokens": min(TOKENS, config.sampling.max_new_tokens)})
-    body = request_body(messages, tools, asked, 1, MODEL)
+    sampling = config.sampling.model_copy(update={"max_new_tokens": min(TOKENS, config.sampling.max_new_tokens)})
+    body = request_body(messages, tools, sampling, 1, MODEL)
     reply = client.post(PATH, json=body)
     if reply.status_code != 200:
         return _refused(error_of(reply.status_code, reply.content, url + PATH))
@@ -106,7 +107,9 @@ def _exchange(
         answer = read_completion(reply.content, 0.0, url + PATH)
     except RoundhouseError as error:
         return _refused(error)
-    text_alone = config.endpoint is not None and config.endpoint.kind == "text"  # says so, and is not trained with
+    text_alone = (
+        config.endpoint is not None and config.endpoint.kind == "text"
+    )  # reports this, and is not used for training
     drawn, log_probs = len(answer.generation_token_ids), answer.generation_log_probs
     if not text_alone and not (len(log_probs) == drawn and math.isfinite(sum(log_probs))):
         return Problem(
@@ -121,7 +124,7 @@ def _refused(error: Exception) -> Problem:
     if isinstance(error, ContextOverflow):
         return Problem(
             "the environment's first task does not fit the context, its tools included",
-            str(error),
+            str(error).partition(" Shorten the conversation")[0],
             "Raise generation.max_model_len.",
         )
     return Problem(
@@ -133,20 +136,21 @@ def _refused(error: Exception) -> Problem:
 
 
 def _tokens_kept(client: httpx.Client, url: str, body: dict[str, Any], answer: Completion) -> Problem | None:
-    """Whether the tokens make the round trip: the prompt by /tokenize, and the answer at the beginning of the next prompt."""
-    asked: dict[str, Any] = {name: body[name] for name in ("model", "messages", "tools") if name in body}
-    prompt = _tokenized(client, asked)
+    """Return whether tokens survive the round trip: the prompt by /tokenize, and the answer at the beginning of the
+    next prompt."""
+    request: dict[str, Any] = {name: body[name] for name in ("model", "messages", "tools") if name in body}
+    prompt = _tokenized(client, request)
     recorded = [*answer.prompt_token_ids, *answer.generation_token_ids]
     if prompt is not None and prompt != answer.prompt_token_ids:
         return _drift(f"{url}/tokenize gives {prompt[:16]}, the chat saw {answer.prompt_token_ids[:16]}")
-    said = {
+    reply_message = {
         **answer.message,
         "prompt_token_ids": answer.prompt_token_ids,
         "generation_token_ids": answer.generation_token_ids,
         "generation_log_probs": answer.generation_log_probs,
     }
-    more = [*body["messages"], said, {"role": "user", "content": "Another."}]
-    following = None if prompt is None else _tokenized(client, asked | {"messages": more})
+    more = [*body["messages"], reply_message, {"role": "user", "content": "Another."}]
+    following = None if prompt is None else _tokenized(client, request | {"messages": more})
     if following is not None and following[: len(recorded)] != recorded:
         return _drift(f"the prompt that follows begins with {following[: len(recorded)]}, not with {recorded}")
     return None
@@ -161,13 +165,13 @@ def _drift(what: str) -> Problem:
 
 
 def _tokenized(client: httpx.Client, body: dict[str, Any]) -> list[int] | None:
-    """The prompt's tokens; None where the engine has no such route, which is not needed for rollouts."""
+    """Return the prompt's tokens; None if the engine lacks the route, which rollouts do not need."""
     reply = client.post("/tokenize", json=body)
     return reply.json()["tokens"] if reply.status_code == 200 else None
 
 
 def _calls_read(client: httpx.Client, url: str, config: GenerationConfig, tool: dict[str, Any]) -> Problem | None:
-    """Whether the parser reads a call as the chat template writes it. A template that writes none proves nothing."""
+    """Return whether the parser reads a call that the chat template writes. A template without calls proves nothing."""
     name = tool["function"]["name"]
     call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": '{"probe": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -20,15 +20,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from roundhouse import plugins
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import stop_token_ids
 from roundhouse.generation.protocol import Draw, Generated
-from roundhouse.imports import load_class
+from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.weight_sync.cache import node_cache
 from roundhouse.weight_sync.checkpoint_files import fetch_checkpoint
 
@@ -36,20 +36,13 @@ if TYPE_CHECKING:
     import torch
 
 
-ENTRY_POINTS = "roundhouse.backends"
-BUILT_IN = {
-    "vllm": "roundhouse.generation.interface:VllmGeneration",
-    "transformers": "roundhouse.generation.interface:TransformersGeneration",
-}
-
-
 class GenerationDatumSpec(TypedDict):
-    """What is generated from."""
+    """Input of a generation."""
 
     input_ids: torch.Tensor
     """[B, S] token IDs, right-padded."""
     attention_mask: torch.Tensor
-    """[B, S], 1 where `input_ids` holds a token."""
+    """[B, S], 1 at the tokens of `input_ids`."""
     seeds: NotRequired[Sequence[int]]
     """One a row. The same seed, prompt and weights give the same tokens."""
     __extra__: NotRequired[Any]
@@ -57,7 +50,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What was generated; T is the longest row."""
+    """Output of a generation; T is the longest row."""
 
     output_ids: torch.Tensor
     """[B, T] prompt and generated tokens, right-padded."""
@@ -82,10 +75,11 @@ class TokenizedGeneration:
 
 
 def configure_generation_config(config: GenerationConfig, tokenizer: Any) -> TokenizedGeneration:
-    """Complete a configuration with the tokenizer's padding and end-of-turn tokens: the same ones that end an answer of a run.
+    """Complete a configuration with the tokenizer's padding and end-of-turn tokens: the same ones that end an answer of
+    a run.
 
     Raises:
-        ConfigError: neither the tokenizer nor generation_config.json beside it names an end-of-turn token.
+        ConfigError: neither the tokenizer nor its generation_config.json names an end-of-turn token.
     """
     stops = stop_token_ids(tokenizer, tokenizer.name_or_path)
     pad = tokenizer.pad_token_id
@@ -114,7 +108,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def finish_generation(self) -> None:
-        """Give back the memory that `prepare_for_generation` took."""
+        """Free the memory that `prepare_for_generation` took."""
 
     def load_weights(self, directory: str) -> None:
         """Replace the weights by those of a Hugging Face directory, and be ready to generate."""
@@ -159,19 +153,14 @@ class ListGeneration(GenerationInterface):
 
 
 def create_backend(tokenized: TokenizedGeneration, model_dir: str, name: str | None = None) -> GenerationInterface:
-    """The backend `name` (default: the configured one): built in, of an installed package's entry point, or `module:Class`.
+    """Return the backend `name` (default: the configured one): built in, of an installed package's entry point, or
+    `module:Class`.
 
     Raises:
-        ConfigError: there is none of this name; the text lists those there are.
+        ConfigError: the name is unknown; the text lists the known ones.
     """
     name = name or tokenized.config.backend
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
-    if name not in found and ":" not in name:
-        raise ConfigError(
-            f"There is no generation backend {name!r}; there are {', '.join(sorted(found))}. Packages add theirs by the "
-            f"entry-point group {ENTRY_POINTS}; or name a class, module:Class."
-        )
-    made: Any = load_class(found.get(name, name), GenerationInterface, "generation.backend")
+    made: Any = plugins.chosen("engine", name, GenerationInterface, "generation.backend")
     if inspect.isabstract(made):
         missing = ", ".join(sorted(made.__abstractmethods__))
         raise ConfigError(f"generation.backend is {name}, which does not define {missing}.")
@@ -218,7 +207,7 @@ class TransformersGeneration(ListGeneration):
 
     _model: Any = None
     _weights = ""
-    """What `load_weights` was given last: it is loaded again after `finish_generation`."""
+    """Last argument of `load_weights`: it is loaded again after `finish_generation`."""
 
     def prepare_for_generation(self) -> None:
         if self._model is None:
@@ -247,13 +236,13 @@ class TransformersGeneration(ListGeneration):
 
 
 class VllmGeneration(ListGeneration):
-    """vLLM, offline. Finished, it holds neither weights nor keys and values: on a GPU the engine sleeps; on CPU, where vLLM has
-    no sleep, it ends, and `prepare_for_generation` starts another."""
+    """vLLM, offline. After `finish_generation` it holds neither weights nor keys and values: on a GPU the engine
+    sleeps; on CPU, where vLLM cannot sleep, it ends, and `prepare_for_generation` starts another."""
 
     _llm: Any = None
     _ready = False
     _weights = ""
-    """What `load_weights` was given last: it is loaded again after `finish_generation`."""
+    """Last argument of `load_weights`: it is loaded again after `finish_generation`."""
 
     def prepare_for_generation(self) -> None:
         if self._ready:
@@ -285,7 +274,8 @@ class VllmGeneration(ListGeneration):
         if not self._ready:
             self.prepare_for_generation()
             return
-        self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory, self.tokenized.config),))
+        proofs = self._llm.collective_rpc("roundhouse_load", args=(_fetched(directory, self.tokenized.config),))
+        require_proofs(proofs, directory)
         self._llm.reset_prefix_cache()
 
     def _started(self) -> Any:

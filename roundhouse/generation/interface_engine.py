@@ -1,10 +1,11 @@
 """A `GenerationInterface` as the engine of a run: `generation.backend: module:Class`, three methods are enough.
 
-Invariant: calls of the backend come one after another, from one thread. Requests that wait together and are drawn alike make
-one batch; what a row draws beyond its own limit is cut off and counts as truncated, so it need not know the limit of a request.
+Invariant: one thread calls the backend, one call after another. Waiting requests with the same sampling make one batch.
+A row that exceeds its request's limit is cut and counts as truncated, so the backend need not know the limit of a
+request.
 
-    waiting requests ── drawn alike ──> generate(batch, greedy) ──> rows, cut at their end of turn or limit
-    new weights      ──────────────> load_weights(directory)      (finish, prepare, where the class has no better way)
+    waiting requests ── same sampling ──> generate(batch, greedy) ──> rows, cut at their end of turn or limit
+    new weights      ──────────────> load_weights(directory)      (finish, prepare, if the class has no better way)
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class InterfaceEngine(BatchingEngine):
         Raises:
             BadRequest: it asks for another distribution than `generation.sampling`, which a backend is made with, or greedy.
         """
-        asked = (draw.temperature, draw.top_p, draw.top_k)
+        key = (draw.temperature, draw.top_p, draw.top_k)
         own = (self._sampling.temperature, self._sampling.top_p, self._sampling.top_k)
-        if draw.temperature != 0 and asked != own:
+        if draw.temperature != 0 and key != own:
             raise BadRequest(
-                f"temperature, top_p and top_k are {asked}; this engine draws with generation.sampling, {own}, or greedily "
+                f"temperature, top_p and top_k are {key}; this engine draws with generation.sampling, {own}, or greedily "
                 "(temperature 0).",
                 "temperature",
             )
@@ -59,10 +60,10 @@ class InterfaceEngine(BatchingEngine):
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """See `Engine.load_weights`. A batch that runs is waited for, whatever `running` says.
+        """Load weights; see `Engine.load_weights`. A running batch is awaited, for any value of `running`.
 
         Raises:
-            WeightsRefused: the directory is not there.
+            WeightsRefused: the directory is missing.
         """
         if not directory:
             raise WeightsRefused("There is no directory of weights.")
@@ -78,8 +79,8 @@ class InterfaceEngine(BatchingEngine):
         continuation stand for them."""
         prompts = [list(token_ids)[: max(1, self.max_model_len - PROBE_TOKENS)]]
         limit = min(PROBE_TOKENS, self.max_model_len - len(prompts[0]))
-        [found] = await self._run(self._answers, prompts, [Draw(limit, temperature=0.0, seed=0)])
-        return found.log_probs
+        [scored] = await self._run(self._answers, prompts, [Draw(limit, temperature=0.0, seed=0)])
+        return scored.log_probs
 
     async def sleep(self) -> None:
         await self._run(lambda: self._made().finish_generation())
@@ -126,7 +127,7 @@ class InterfaceEngine(BatchingEngine):
             },
             greedy=draws[0].temperature == 0,
         )
-        found = []
+        answers = []
         for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
             end = min(int(output["unpadded_sequence_lengths"][row]), len(prompt) + draw.max_tokens)
             ids = output["output_ids"][row, len(prompt) : end].tolist()
@@ -134,5 +135,5 @@ class InterfaceEngine(BatchingEngine):
             if not ids or not math.isfinite(sum(log_probs)):
                 raise EnginePoisoned(f"row {row}: {len(ids)} tokens with log-probabilities {log_probs[:8]}")
             finish = "stop" if ids[-1] in self._stops else "length"
-            found.append(Generated(ids, log_probs, finish, [(self._version, len(ids))]))
-        return found
+            answers.append(Generated(ids, log_probs, finish, [(self._version, len(ids))]))
+        return answers

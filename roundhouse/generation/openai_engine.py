@@ -1,17 +1,17 @@
-"""Rollouts drawn at a server that somebody else runs: `generation.backend: openai`, any endpoint of OpenAI's completions API
-that takes a prompt of token IDs and returns token IDs with their log-probabilities (vLLM's server does).
+"""Rollouts generated at a foreign server: `generation.backend: openai`, any endpoint of OpenAI's completions API that
+takes a prompt of token IDs and returns token IDs with their log-probabilities (vLLM's server does).
 
-Invariant: only token IDs go there, and only token IDs with log-probabilities come back. Conversations are rendered and tool
-calls read here, with the tokenizer of the policy, so the next prompt begins with exactly the tokens so far. A server that
-returns neither is refused at its start: what it answers could not be trained on, nor proved. (`TextEngine` serves evaluations
-and collections by such a server, `sglang_engine` everything by SGLang's own routes.)
+Invariant: requests contain only token IDs, and replies only token IDs with log-probabilities. Conversations are
+rendered and tool calls read here, with the policy's tokenizer, so the next prompt begins with exactly the tokens so
+far. A server that returns neither is refused at its start, because its answers could not be trained on or proved.
+(`TextEngine` serves evaluations and collections with such a server, the plug-in `sglang` everything by SGLang's own routes.)
 
     POST /v1/completions   prompt: [ids], return_token_ids, logprobs ──> token_ids, logprobs.token_logprobs
 
-Weights: with `endpoint.weight_update: vllm` a refit has the server read the checkpoint's directory, by the class that runs in
-the workers of our own vLLM engines too and proves that the model computes with it (`vllm_worker.RefitExtension`): vLLM's own
-`reload_weights` leaves the head of a model with tied embeddings on the old weights on CPU, without an error. Without the key,
-the server is taken to hold version 0, and no other is accepted.
+Weights: with `endpoint.weight_update: vllm`, a refit lets the server read the checkpoint's directory, by the class that
+also runs in our vLLM workers and proves that the model computes with it (`vllm_worker.RefitExtension`): on CPU, vLLM's
+`reload_weights` leaves the head of a model with tied embeddings on the old weights, without an error. Without the key,
+the server counts as version 0, and other versions are refused.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from typing import Any
 
 import httpx
 
-from roundhouse.config.generation import Endpoint, InflightRequests
+from roundhouse.config.generation import Endpoint, InflightRequests, training_endpoints
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import (
+    ALL_TOKENS,
+    NEUTRAL_SAMPLING,
     AsgiApp,
     BadReply,
+    BadRequest,
     Draw,
     EnginePoisoned,
     EngineUnreachable,
@@ -39,6 +42,7 @@ from roundhouse.generation.protocol import (
 )
 from roundhouse.generation.transformers_engine import OpenAIRoutes
 from roundhouse.generation.vllm_engine import WORKER_EXTENSION
+from roundhouse.http.clients import async_http_client, proxy_note
 from roundhouse.trajectories.records import SEEDS
 
 TOKENS = "return_token_ids"
@@ -51,10 +55,10 @@ REMEDY = (
 
 
 def read_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Token IDs and log-probabilities of a completion's choice.
+    """Return token IDs and log-probabilities of a completion's choice.
 
     Raises:
-        BadReply: it has none, or not one log-probability for each.
+        BadReply: they are missing, or differ in number.
     """
     ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
     if not ids or len(log_probs) != len(ids):
@@ -65,6 +69,20 @@ def read_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
 class OpenAIEngine:
     """`Engine` over an endpoint."""
 
+    @classmethod
+    def trial(cls, model: str) -> tuple[str, dict[str, Any]]:
+        """Return route and body of a request for one token, as the engine asks for tokens."""
+        return "/v1/completions", {"model": model, "prompt": [0, 1], "max_tokens": 1, "logprobs": 0, TOKENS: True}
+
+    @classmethod
+    def read_trial(cls, reply: Any) -> tuple[list[int], list[float]]:
+        """Return the tokens of the answer to `trial` with their log-probabilities.
+
+        Raises:
+            BadReply, ValueError, LookupError, TypeError, AttributeError: it lacks them.
+        """
+        return read_tokens(reply["choices"][0])
+
     def __init__(self, config: GenerationConfig, codec: ChatCodec) -> None:
         assert config.endpoint is not None, "refused at load (config.generation)"
         self.max_model_len = config.max_model_len
@@ -73,18 +91,21 @@ class OpenAIEngine:
         self._app = OpenAIRoutes(codec)
         self._refit_seconds = config.refit_timeout_seconds
         secret = None if (name := config.endpoint.api_key_variable) is None else read_secret(name)
-        self._http = httpx.AsyncClient(
-            base_url=config.endpoint.url,
+        self._http: httpx.AsyncClient = async_http_client(
+            httpx,
+            config.endpoint.url,
+            foreign=True,
             headers={} if secret is None else {"Authorization": f"Bearer {secret}"},
             timeout=config.request_timeout_seconds,
             limits=httpx.Limits(max_connections=None),
         )
 
     async def start(self) -> None:
-        """Find the model, and out of one token what the server returns.
+        """Find the model, and test the server's reply with one token.
 
         Raises:
-            ConfigError: the model is not served, has less context than `generation.max_model_len`, or comes without tokens.
+            ConfigError: the model is not served, has less context than `generation.max_model_len`, or its replies lack
+                tokens.
             EngineUnreachable: the server does not answer.
         """
         name, url = self._endpoint.model, self._endpoint.url
@@ -107,18 +128,19 @@ class OpenAIEngine:
             ) from error
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        """See `Engine.generate`.
+        """Generate; see `Engine.generate`.
 
         Raises:
             EngineUnreachable: the server does not answer, or refuses.
-            BadReply: its answer has no tokens.
+            BadReply: its answer lacks tokens.
         """
         body = {
             "prompt": list(prompt_token_ids),
             "max_tokens": draw.max_tokens,
             "temperature": draw.temperature,
             "top_p": draw.top_p,
-            "top_k": draw.top_k or -1,
+            "top_k": draw.top_k or ALL_TOKENS,
+            **NEUTRAL_SAMPLING,
             "seed": None if draw.seed is None else draw.seed % SEEDS,
             "stop_token_ids": self._stops,
             "logprobs": 0,
@@ -135,10 +157,10 @@ class OpenAIEngine:
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """See `Engine.load_weights`.
+        """Load weights; see `Engine.load_weights`.
 
         Raises:
-            WeightsRefused: there is no way to give the server another version.
+            WeightsRefused: the server cannot receive another version.
             EnginePoisoned: loading failed, and the server may hold a mixture. The next load is whole and proved again.
         """
         if self._keeps_weights(version):
@@ -156,10 +178,10 @@ class OpenAIEngine:
             raise EnginePoisoned(f"Of the server's workers, not each has proved that it holds {directory}: {proved}.")
 
     def _keeps_weights(self, version: int) -> bool:
-        """Whether the server keeps what it has, which is version 0.
+        """Return whether the server keeps its weights, which are version 0.
 
         Raises:
-            WeightsRefused: another version is wanted of such a server.
+            WeightsRefused: such a server cannot serve the wanted version.
         """
         if self._endpoint.weight_update is None and version != 0:
             raise WeightsRefused(
@@ -171,10 +193,10 @@ class OpenAIEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         ids = list(token_ids)
         choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
-        found = choice.get("prompt_logprobs") or []
-        if len(found) != len(ids):
-            raise BadReply(f"It returned {len(found)} log-probabilities of a prompt of {len(ids)} tokens.")
-        return [float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], found[1:], strict=True)]
+        log_probs = choice.get("prompt_logprobs") or []
+        if len(log_probs) != len(ids):
+            raise BadReply(f"It returned {len(log_probs)} log-probabilities of a prompt of {len(ids)} tokens.")
+        return [float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], log_probs[1:], strict=True)]
 
     async def sleep(self) -> None:
         """It is refused at load: the server's memory is its own."""
@@ -206,29 +228,52 @@ class OpenAIEngine:
         except (TimeoutError, httpx.HTTPError) as error:
             raise EngineUnreachable(
                 f"{self._endpoint.url}{path} does not answer: {type(error).__name__}: {error}. Is it running, and "
-                "generation.endpoint.url right?"
+                f"generation.endpoint.url right?{proxy_note(self._endpoint.url)}"
             ) from error
-        if reply.status_code >= 400:
-            raise EngineUnreachable(f"{self._endpoint.url}{path} answered {reply.status_code}: {reply.text[:500]}")
+        try:
+            reply.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            raise EngineUnreachable(
+                f"{self._endpoint.url}{path} answered {reply.status_code}: {reply.text[:500]}{proxy_note(self._endpoint.url)}"
+            ) from error
         return reply.json() if reply.content else None
 
 
 logger = logging.getLogger(__name__)
 
 
-class TextEngine(OpenAIEngine):
-    """`Engine` over a server that returns text alone: `generation.endpoint.kind: text`.
+_LLAMA_NEUTRAL = {"repeat_penalty": 1.0, "typical_p": 1.0}
+"""Names that llama.cpp and Ollama have for fields that others do not know."""
 
-    Invariant: nothing that is answered here has log-probabilities, so nothing of it is trained on: training is refused before
-    it starts, and validation quarantines the rollouts. The prompt goes as the text of its tokens; the token IDs of an answer
-    are the policy's own tokenizer's reading of the text, not what the server drew, and its weights are not proved.
+
+class TextEngine(OpenAIEngine):
+    """`Engine` over a server that returns only text: `generation.endpoint.kind: text`.
+
+    Invariant: its answers have no log-probabilities, so they are never trained on: training is refused before it
+    starts, and validation quarantines the rollouts. The prompt is sent as the text of its tokens; an answer's token IDs
+    are the policy tokenizer's reading of the text, not the server's samples, and its weights are not proved.
 
         POST /v1/completions   prompt: "…", stop: ["<|im_end|>"] ──> text, finish_reason
     """
 
+    def __init__(self, config: GenerationConfig, codec: ChatCodec) -> None:
+        super().__init__(config, codec)
+        self._extensions: dict[str, Any] = {"top_k": ALL_TOKENS, **NEUTRAL_SAMPLING, **_LLAMA_NEUTRAL}
+
     async def start(self) -> None:
-        """As `OpenAIEngine.start`."""
-        await super().start()
+        """Start as `OpenAIEngine.start` does. A server that refuses fields beyond OpenAI's does not sample by them,
+        and receives none."""
+        try:
+            await super().start()
+        except EngineUnreachable as error:
+            reply = error.__cause__.response if isinstance(error.__cause__, httpx.HTTPStatusError) else None
+            if reply is None or reply.status_code not in (400, 422):
+                raise
+            self._extensions = {name: NEUTRAL_SAMPLING[name] for name in ("frequency_penalty", "presence_penalty")}
+            await super().start()
+            logger.warning(
+                "%s refuses min_p, repetition_penalty and top_k: requests do not name them.", self._endpoint.url
+            )
         logger.warning(
             "%s returns text without log-probabilities (generation.endpoint.kind: text): it serves evaluations and "
             "collections, no training, and which weights it holds is not proved.",
@@ -236,13 +281,24 @@ class TextEngine(OpenAIEngine):
         )
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        """See `OpenAIEngine.generate`; without log-probabilities."""
+        """See `OpenAIEngine.generate`; without log-probabilities.
+
+        Raises:
+            BadRequest: the prompt spells control tokens as text.
+        """
         tokenizer = self._codec.tokenizer
+        if spelled := self._codec.control.spelled_in(prompt_token_ids):
+            raise BadRequest(
+                f"The messages spell {spelled} control tokens, which a server of text reads as the template's. Remove them "
+                f"from the task, or set generation.endpoint.kind to {' or '.join(training_endpoints())}.",
+                "messages",
+            )
         body = {
             "prompt": tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False),
             "max_tokens": draw.max_tokens,
             "temperature": draw.temperature,
             "top_p": draw.top_p,
+            **self._extensions,
             "stop": [tokenizer.convert_ids_to_tokens(stop) for stop in self._stops],
         }
         if draw.top_k is not None:
@@ -259,5 +315,5 @@ class TextEngine(OpenAIEngine):
         return Generated(ids, [], "stop" if ended else "length")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """None: the server has no log-probabilities."""
+        """Return None: the server has no log-probabilities."""
         return []

@@ -1,30 +1,26 @@
-"""What an agent needs of a policy (one call, tokens included), what a request may say, and what the server needs of an engine.
+"""Contracts around the policy: the call of an agent, the fields of a request, and the engine behind the server.
 
-`PolicyClient.complete` takes a conversation and returns the policy's next message together with the exact token IDs. The
-invariant of prefix continuation: if an assistant message of the conversation carries the three token fields
-(`prompt_token_ids`, `generation_token_ids`, `generation_log_probs`), the prompt of this call begins with exactly
-`prompt_token_ids + generation_token_ids` of the newest such message.
+`PolicyClient.complete` takes a conversation and returns the policy's next message with the exact token IDs. Prefix
+continuation: if an assistant message carries the three token fields (`prompt_token_ids`, `generation_token_ids`,
+`generation_log_probs`), this call's prompt begins with exactly `prompt_token_ids + generation_token_ids` of the newest
+such message.
 
-`Engine`: token IDs in, token IDs and log-probabilities out. Invariant: an engine holds exactly one whole set of weights, or
-none, or is poisoned. `load_weights` either ends with the new weights whole and verified, or raises: `WeightsRefused` when the
-engine was not touched (it still holds what it held before), anything else when the engine may hold a mixture and must be
-restarted. No `generate` outlives its engine's weights unnoticed: it ends with the versions that drew its tokens, with
-`GenerationAborted`, or with `WeightsLost` where the engine cannot keep others from loading weights.
+`Engine`: token IDs in, token IDs and log-probabilities out. Invariant: an engine holds exactly one whole set of
+weights, or none, or is poisoned. `load_weights` ends with the new weights whole and verified, or raises:
+`WeightsRefused` if the engine still holds its old weights, anything else if it may hold a mixture and must be
+restarted. A `generate` that outlives its weights ends with the versions that generated its tokens, with
+`GenerationAborted`, or with `WeightsLost` if others can load weights. Text, chat templates and tools belong to
+`chat.py`.
 
-Text, chat templates and tools are not an engine's business; see `chat.py`.
+`read_request` is the engine's reader of chat completions, written by hand because token arrays must not be copied.
+Invariant: every field is honoured, or the request is refused with a message: a field that changes the distribution
+(penalties, stop strings, forced tools, logit biases) must not be ignored. Log-probabilities are therefore the policy's
+under temperature, top_p and top_k. Fields may be null or neutral (`NEUTRAL`); descriptive ones (`DESCRIPTIVE`) are
+ignored.
 
-Requests are read by hand because this is the hot path: token arrays are looked at once and never copied. `read_request` is
-the engine's reader of chat completions. Invariant: every field of a request is honoured, or the request is refused in words:
-a field that would change the distribution behind the trainer's back (penalties, stop strings, forced tools, logit biases)
-cannot be ignored, nor can one that nobody here knows. So the log-probabilities returned are those of the policy under
-temperature, top_p and top_k. Any field may be null or have the value that changes nothing (`NEUTRAL`); those that only
-describe the request (`DESCRIPTIVE`) say nothing to an engine.
-
-`check_chat` and `check_responses` are a model server's, which passes requests on. Invariant: a field that `/v1/responses`
-does not know is refused, not ignored; an item carries all three token fields, of fitting lengths, or none. A refusal is a
-list of problems in FastAPI's 422 shape.
-
-    {"type": "extra_forbidden", "loc": ["body", "top_k"], "msg": "Extra inputs are not permitted", "input": 5, "url": …}
+`check_chat` and `check_responses` are for a model server, which passes requests on. Invariant: `/v1/responses` refuses
+unknown fields; an item carries all three token fields, of fitting lengths, or none. A refusal is a list of problems in
+FastAPI's 422 form.
 """
 
 from __future__ import annotations
@@ -66,7 +62,8 @@ class Completion:
     """The oldest version that drew any of the tokens."""
     latency_seconds: float
     version_spans: list[dict[str, int]] | None = None
-    """`[{"version": 3, "tokens": 17}, …]` in order, where a refit came in between; None: all tokens are `policy_version`'s."""
+    """`[{"version": 3, "tokens": 17}, …]` in order, if a refit came in between; None: all tokens are
+    `policy_version`'s."""
 
 
 class PolicyClient(Protocol):
@@ -87,7 +84,7 @@ class PolicyClient(Protocol):
 
 @runtime_checkable
 class ReplicatedPolicy(PolicyClient, Protocol):
-    """A policy of several replicas, each with a prefix cache of its own."""
+    """A policy of several replicas, each with a separate prefix cache."""
 
     def for_rollout(self, rollout_id: str) -> PolicyClient:
         """The same policy, for the calls of one rollout: they go to one replica as long as it runs, then to another one."""
@@ -104,7 +101,7 @@ class EngineUnreachable(InfraError):
 
 
 class EngineFailed(InfraError):
-    """An engine answered with a failure of its own, mostly 500: it met a defect, or the request did."""
+    """An engine answered with an internal failure, mostly 500: the engine or the request is defective."""
 
 
 class BadReply(InfraError):
@@ -128,7 +125,7 @@ AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[...,
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the tokens of one answer are drawn."""
+    """Sampling of one answer's tokens."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -145,8 +142,8 @@ class Generated:
 
     token_ids: list[int]
     log_probs: list[float]
-    """Natural logarithms under the distribution that was sampled from, one a token; none of an engine that has none, whose
-    answers are not trained on."""
+    """Natural logarithms under the sampling distribution, one a token; empty for an engine without log-probabilities,
+    whose answers are not trained on."""
     finish_reason: str
     """stop or length."""
     versions: list[tuple[int, int]] | None = None
@@ -172,7 +169,7 @@ class WeightsLost(EnginePoisoned):
 
 
 class Engine(Protocol):
-    """An inference engine behind the chat server. All methods run on the server's event loop."""
+    """An inference engine of the chat server. All methods run on the server's event loop."""
 
     max_model_len: int
     """Prompt and generation together, in tokens."""
@@ -188,15 +185,16 @@ class Engine(Protocol):
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """Replace the weights by those of a Hugging Face directory. The caller lets no request in meanwhile.
+        """Replace the weights by those of a Hugging Face directory. The caller admits no request in the meantime.
 
         Args:
-            version: what tokens drawn from now on are labelled with.
-            running: drain: the caller has waited, none runs. continue: those that run resume with the new weights, and on
-                what the new weights make of their tokens so far. restart: they end with `GenerationAborted`.
-            keep_prefix_cache: keys and values computed by the old weights stay in use, also those of running generations.
+            version: label of the tokens generated from now on.
+            running: drain: the caller has waited until none runs. continue: running ones continue with the new weights,
+                from the new weights' view of their tokens so far. restart: they end with `GenerationAborted`.
+            keep_prefix_cache: keys and values computed by the old weights stay in use, also those of running
+                generations.
 
-        After a failure no generation of before is running any more.
+        After a failure no earlier generation is running any more.
         """
         ...
 
@@ -205,7 +203,7 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give back the memory of weights, keys and values. No generation runs, and none begins before `wake`."""
+        """Release the memory of weights, keys and values. No generation runs, and none begins before `wake`."""
         ...
 
     async def wake(self) -> None:
@@ -226,7 +224,7 @@ class Engine(Protocol):
 
 
 class BadRequest(DataError):
-    """The request cannot be answered as it stands: HTTP 400, or what `status` says."""
+    """The request cannot be answered as it stands: HTTP 400, or `status`."""
 
     status = 400
     code = "invalid_request"
@@ -299,6 +297,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields with the values that change nothing; any other value is refused."""
 
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    name: NEUTRAL[name][0]
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "ignore_eos")
+}
+"""Fields that change the distribution beyond temperature, top_p and top_k. A request to a foreign server sets each of
+them, because the server would fill in missing ones from the model's generation_config.json or its defaults, and the
+trainer would compute another distribution."""
+ALL_TOKENS = -1
+"""Neutral `top_k`."""
+
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -317,14 +325,14 @@ class ChatRequest:
     logprobs: bool = False
     """The choice has log-probabilities in OpenAI's form. The message has them either way."""
     required_prefix: list[int] | None = None
-    """Token IDs that the prompt must begin with, up to the newest assistant message; None takes those that it carries."""
+    """Token IDs that the prompt must begin with, up to the newest assistant message; None uses those of that message."""
 
 
 def read_request(body: Any, model: str) -> ChatRequest:
     """Check a request's JSON.
 
     Raises:
-        BadRequest: names the field and what it may be.
+        BadRequest: names the field and its allowed values.
     """
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
@@ -334,11 +342,11 @@ def read_request(body: Any, model: str) -> ChatRequest:
     for key, value in body.items():
         if key in READ or key in DESCRIPTIVE or value is None:
             continue
-        shown = f"{key}={value!r}" if len(repr(value)) <= 200 else key
+        key_text = f"{key}={value!r}" if len(repr(value)) <= 200 else key
         if key not in NEUTRAL:
-            raise BadRequest(f"{shown} is not supported: this engine has no such field. Leave it out.", key)
+            raise BadRequest(f"{key_text} is not supported: this engine has no such field. Leave it out.", key)
         if value not in NEUTRAL[key]:
-            raise BadRequest(f"{shown} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
+            raise BadRequest(f"{key_text} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message.", "messages")
@@ -356,7 +364,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
         model=model,
         template_arguments=arguments if effort is None else {"reasoning_effort": effort, **arguments},
         only_first_call=_flag(body, "parallel_tool_calls", default=True) is False,
-        # Who asks for tokens as IDs reads them, and their log-probabilities, in the message.
+        # Callers that request token IDs find them, with log-probabilities, in the message.
         logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
         required_prefix=_required_prefix(body),
     )
@@ -427,10 +435,11 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def message_problem(message: Any, *, strict: bool) -> str:
-    """What is wrong with a chat message; empty when nothing is.
+    """Return the fault of a chat message; empty if it is valid.
 
     Args:
-        strict: as an engine renders it: known roles, text alone, calls with a name. Otherwise what a model server passes on.
+        strict: as an engine renders it: known roles, text alone, calls with a name. Otherwise as a model server passes
+            it on.
     """
     if not isinstance(message, dict):
         return "a message is an object"
@@ -453,17 +462,17 @@ def message_problem(message: Any, *, strict: bool) -> str:
 
 
 def token_problem(item: Mapping[str, Any], *, strict: bool = False) -> str:
-    """What is wrong with the token fields of a message or an item; empty when nothing is.
+    """Return the fault of a message's or item's token fields; empty if they are valid.
 
     Args:
-        strict: token IDs must be whole numbers. What else they may be is checked against the vocabulary when they are used.
-            There may be no log-probabilities: an engine over a server of text has none.
+        strict: token IDs must be integers; the vocabulary is checked on use. Log-probabilities may be missing, as from
+            an engine over a text server.
     """
-    given = [name for name in TOKEN_FIELDS if item.get(name) is not None]
-    if not given:
+    present = [name for name in TOKEN_FIELDS if item.get(name) is not None]
+    if not present:
         return ""
-    if len(given) < len(TOKEN_FIELDS):
-        return f"token fields come together: {', '.join(given)} without the rest of {', '.join(TOKEN_FIELDS)}"
+    if len(present) < len(TOKEN_FIELDS):
+        return f"token fields come together: {', '.join(present)} without the rest of {', '.join(TOKEN_FIELDS)}"
     prompt, generation, log_probs = (item[name] for name in TOKEN_FIELDS)
     if not (isinstance(prompt, list) and isinstance(generation, list) and isinstance(log_probs, list)):
         return "token fields are lists of numbers"
@@ -511,7 +520,7 @@ CHAT_FIELDS = frozenset({
     "response_format", "seed", "service_tier", "stop", "store", "temperature", "tool_choice", "tools", "top_logprobs",
     "top_p", "user", "web_search_options",
 })  # fmt: skip
-"""What `/v1/chat/completions` passes on; other fields are ignored."""
+"""Fields that `/v1/chat/completions` passes on; others are ignored."""
 
 _TYPE_NAMES = {
     bool: ("bool_type", "Input should be a valid boolean"),
@@ -568,10 +577,10 @@ def check_responses(body: Any) -> Body:
 
 
 def check_chat(body: Any) -> Body:
-    """The fields of a `/v1/chat/completions` body that are passed on.
+    """Return the fields of a `/v1/chat/completions` body that are passed on.
 
     Raises:
-        InvalidRequest: there are no messages, or one is no message.
+        InvalidRequest: messages are missing or malformed.
     """
     body = _object(body)
     if "messages" not in body:

@@ -1,28 +1,30 @@
-"""The Ray Serve application: chat completions on token IDs around one engine a replica.
+"""The Ray Serve application: chat completions on token IDs, with one engine per replica.
 
-Invariant: the deployment's `user_config` alone (`DesiredPolicy`) decides what a replica answers with. Serve hands it to every
-replica, also to one that starts later, and each brings itself to it in place; no single replica is addressed.
+Invariant: the deployment's `user_config` alone (`DesiredPolicy`) decides with which weights a replica answers. Serve
+sends it to every replica, including later ones, and each applies it in place; no single replica is addressed.
 
     POST /v1/chat/completions   ours, on token IDs (`chat.py`), with prefix continuation
     GET  /rh/status             of the replica that answers
     GET  /rh/replicas           of all replicas
     POST /rh/desired            a desired state that Serve has stored, before its control loop brings it (Ray's token)
-    GET  /health                200 when this replica may answer, 503 with the reason when not
-    GET  /ready                 200 when it answers with the version that is wanted, 503 while it has another
+    POST /rh/replaced           end the actors of silent replicas; Serve starts others in their place (Ray's token)
+    GET  /health                200 if this replica may answer, 503 with the reason if not
+    GET  /ready                 200 if it answers with the wanted version, 503 while it has another
     GET  /metrics               its version and refits, and the engine's own metrics
     everything else             the engine's own OpenAI routes: /tokenize, /detokenize, …
 
-A raw ASGI callable, no web framework: at a hundred short answers a second the framework would cost more than the engine.
+It is a plain ASGI callable: at a hundred short answers a second a web framework would cost more than the engine.
 
-`make_engine` is the only place that chooses between engines; everything above speaks to `Engine`. What `local_model` returns
-is a directory of this node with every file that was committed, digests checked, but the weights: an engine starts from it, and
-its weights come by refit. A directory of this node is used where it is.
+Only `make_engine` chooses between engines; everything above uses `Engine`. `local_model` returns a directory of this
+node with every committed file except the weights, digests checked: an engine starts from it, and a refit brings its
+weights. A directory of this node is used in place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -31,13 +33,14 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundhouse import plugins
 from roundhouse.config.generation import IN_FLOW
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import REPLICA_CPUS
 from roundhouse.cpu import parameters_of, threads_for
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.generation.chat import ToolParser, parse_hermes
 from roundhouse.generation.protocol import Engine
+from roundhouse.generation.tool_calls import ToolParser, parse_hermes
 from roundhouse.http.asgi import SameOrigin
 from roundhouse.logs import set_up_logs
 from roundhouse.store.location import Location, NotFound
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
     from roundhouse.generation.served_policy import ServedPolicy
+
+log = logging.getLogger(__name__)
 
 
 def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
@@ -71,17 +76,8 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
         return TinkerEngine(config, codec)
     if config.backend == "openai":
         assert config.endpoint is not None, "refused at load (config.generation)"
-        if config.endpoint.kind == "text":
-            from roundhouse.generation.openai_engine import TextEngine
-
-            return TextEngine(config, codec)
-        if config.endpoint.kind == "sglang":
-            from roundhouse.generation.sglang_engine import SGLangEngine
-
-            return SGLangEngine(config, codec)
-        from roundhouse.generation.openai_engine import OpenAIEngine
-
-        return OpenAIEngine(config, codec)
+        engine: Engine = plugins.factory("endpoint", config.endpoint.kind)(config, codec)
+        return engine
     if config.backend != "vllm":
         from roundhouse.generation.interface_engine import InterfaceEngine
 
@@ -92,8 +88,8 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 
 
 def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
-    """The tool-call parser for `config`: vLLM's by name, or the hermes reading where there is no vLLM."""
-    if config.backend != "vllm":
+    """The tool-call parser for `config`: ours for hermes, with every engine; vLLM's for its other names."""
+    if config.tool_call_parser == "hermes":
         return parse_hermes
     from roundhouse.generation.vllm_engine import tool_parser
 
@@ -101,11 +97,11 @@ def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
 
 
 def local_model(uri: str, cache: Path | None = None) -> Path:
-    """A local directory with config and tokenizer of the model at `uri`: a path, file:// or s3://.
+    """Return a local directory with config and tokenizer of the model at `uri`: a path, file:// or s3://.
 
     Raises:
-        ConfigError: there is no committed model at `uri`.
-        StoreError: the store cannot be read, or a file is not what its manifest says.
+        ConfigError: no committed model is at `uri`.
+        StoreError: the store cannot be read, or a file differs from its manifest.
     """
     path = local_path(uri)
     if path is not None:
@@ -153,11 +149,15 @@ DEPLOYMENT = "policy"
 SERVED_MODEL = "policy"
 IMPORT_PATH = "roundhouse.generation.serve_app:build"
 VIRTUAL_NODES = 1000
-"""Of a replica on the ring that sessions are hashed to. With n of them a replica's share differs by some 1/sqrt(n)."""
+"""Virtual nodes of a replica on the hash ring of sessions. With n of them a replica's share differs by some
+1/sqrt(n)."""
 BRING_SECONDS = 8.0
-"""How long a caller of `/rh/desired` waits for a refit; a longer one goes on, and `/rh/replicas` reports its end."""
+"""Time that a caller of `/rh/desired` waits for a refit; a longer refit continues, and `/rh/replicas` reports its
+end."""
+ANSWER_SECONDS = 3.0
+"""Time limit of a replica's status before the reply to `/rh/replicas` omits it."""
 UPDATING_SECONDS = 2.0
-"""How long to wait while Serve knows of no replica: it does not count one to which it hands a changed desired state."""
+"""Time to wait while Serve lists no replica: it omits a replica to which it sends a changed desired state."""
 FAILED_NOTE = "This was application "
 """Ends the error of a replica that could not start: Serve blames the wanted application for replicas of the one before, too."""
 
@@ -194,9 +194,9 @@ class PolicyReplica:
         await self.policy.check_health()
 
     async def status(self, application: str = "", desired: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What the replica reports; before that, if this is its application, it brings itself to a desired state.
+        """Return the replica's report. If `desired` is for this application, apply it first.
 
-        Serve's control loop hands it the same state later, which then changes nothing.
+        Serve's control loop sends the same state later, which then changes nothing.
         """
         if desired is not None and application == self.policy.application:
             # A caller that leaves must not break off a refit half way: the task belongs to the replica
@@ -207,7 +207,7 @@ class PolicyReplica:
         return self.policy.status()
 
     async def replicas(self, *wanted: Any) -> list[dict[str, Any]]:
-        """The status of every running replica, asked for through Serve; `wanted`: the arguments of `status`."""
+        """Return the status of every running replica that answers. `wanted`: the arguments of `status`."""
         from ray import serve
         from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -216,20 +216,65 @@ class PolicyReplica:
         deadline = time.monotonic() + UPDATING_SECONDS
         while True:
             try:
-                return await self._deployment.broadcast("status", *wanted).results_async(timeout_s=10)
+                return await _answers_in_time(
+                    self._deployment.broadcast("status", *wanted), ANSWER_SECONDS + (BRING_SECONDS if wanted else 0)
+                )
             except DeploymentUnavailableError:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(UPDATING_SECONDS / 100)
+
+    async def replace(self, actors: list[str]) -> list[str]:
+        """End other replicas by the names of their actors, and return the names that existed.
+
+        Raises:
+            ValueError: a name is not that of another replica of this deployment.
+        """
+        import ray
+        from ray.serve._private.constants import SERVE_NAMESPACE
+
+        own = ray.get_runtime_context().get_actor_name() or ""
+        prefix = own[: own.rfind("#") + 1]
+        if strangers := [name for name in actors if name == own or not prefix or not name.startswith(prefix)]:
+            raise ValueError(f"{strangers[0]!r} is not another replica of this deployment")
+        names = []
+        for name in actors:
+            try:
+                actor = await asyncio.to_thread(ray.get_actor, name, SERVE_NAMESPACE)
+            except ValueError:  # it has ended already
+                continue
+            ray.kill(actor)
+            names.append(name)
+        return names
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor is done; the application answers HTTP from then on."""
         from ray.util import get_node_ip_address
 
         self.server.replicas = self.server.bring = self.replicas
+        self.server.replace = self.replace
         self.server.control_token = os.environ.get("RAY_AUTH_TOKEN")
-        # Serve's proxy hands the request on as it came. A cluster whose nodes are loopback addresses is this machine's alone.
+        # Serve's proxy forwards the request unchanged. A cluster whose nodes have loopback addresses is on this
+        # machine alone.
         return SameOrigin(self.server, get_node_ip_address())
+
+
+async def _answers_in_time(response: Any, seconds: float) -> list[dict[str, Any]]:
+    """Return the answers of the replicas of a broadcast that come in time.
+
+    `response.results_async` has one limit for all, so that one replica that holds still would cost the answers of the others.
+    """
+    results = await response._fetch_replica_results_async()
+    waits = [asyncio.ensure_future(result.get_async()) for result in results]
+    if not waits:
+        return []
+    answers, late = await asyncio.wait(waits, timeout=seconds)
+    for wait in late:
+        wait.cancel()
+    for answer in answers:
+        if (error := answer.exception()) is not None:
+            log.warning("A replica did not report its state: %r", error)
+    return [answer.result() for answer in answers if answer.exception() is None]
 
 
 async def start_policy(
@@ -250,7 +295,7 @@ async def start_policy(
     if config.gpus_per_replica == 0 and config.backend not in IN_FLOW:  # OpenMP reads it when torch is imported, later
         threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    codec = ChatCodec(model_dir, config.max_model_len)
+    codec = ChatCodec(model_dir, config.max_model_len, template_date=config.template_date)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     try:
         await engine.start()
@@ -264,10 +309,10 @@ async def start_policy(
 
 
 def check_model_directory(model_dir: str) -> None:
-    """Refuse a directory that no engine could start from, in words, before an engine says it in a page of traceback.
+    """Refuse a directory that no engine could start from, before an engine fails with a long traceback.
 
     Raises:
-        ConfigError: names what is missing.
+        ConfigError: names the missing files.
     """
     path = Path(model_dir)
     if not path.is_dir():
@@ -278,11 +323,11 @@ def check_model_directory(model_dir: str) -> None:
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """The application, as Serve's `import_path` wants it.
+    """Build the application in the form of Serve's `import_path`.
 
     Args:
-        arguments: `generation` (a `GenerationConfig` as JSON) and `model_dir`; where the trainer is to be near, `reserved`
-            (a `Reservation` as JSON).
+        arguments: `generation` (a `GenerationConfig` as JSON) and `model_dir`; for a trainer near the engine,
+            `reserved` (a `Reservation` as JSON).
     """
     from ray import serve
 
@@ -295,7 +340,7 @@ def build(arguments: dict[str, Any]) -> Application:
         health_check_period_s=2,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=5,
-        # A line for each of thousands of short answers is of no use and costs what the tokenizer costs.
+        # A log line for each of thousands of short answers is useless and costs as much as the tokenizer.
         logging_config={"enable_access_log": False},
         ray_actor_options={
             "num_cpus": REPLICA_CPUS,
@@ -324,7 +369,7 @@ def routing_options() -> dict[str, Any]:
 
 
 def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
-    """Serve's options of a deployment whose replica reserves what is near it."""
+    """Return Serve's options of a deployment whose replica reserves room for the trainer."""
     if reserved is None:
         return {}
     return {"placement_group_bundles": reserved["bundles"], "placement_group_strategy": reserved["strategy"]}

@@ -1,19 +1,20 @@
-"""One replica's policy: which weights it answers with, and whether it may answer at all.
+"""One replica's policy: its weights, and its permission to answer.
 
-Invariant: every answer is labelled, token by token, with the versions whose weights drew them. The gate keeps requests that
-come during a refit until it is over. Those inside are waited for, continue with the new weights, or begin again (`running`).
-When the desired weights cannot be had, no request is answered (503), neither with the wrong version nor with a mixture:
+Invariant: every answer is labelled, token by token, with the versions whose weights generated it. The gate holds new
+requests during a refit. Running ones are awaited, continue with the new weights, or restart (`running`). If the desired
+weights are unavailable, requests get 503, never an answer of a wrong version or a mixture:
 
-    wanted asleep  ──gate, sleep────────────> no weights; 503 with what for, until the next desired state wakes it
-    wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing pauses
+    wanted asleep  ──gate, sleep────────────> no weights; 503 with the reason, until the next desired state wakes it
+    wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing
+    pauses
                   ──load, probe───────────> failed: engine poisoned; 503, unhealthy, so that Serve restarts the replica
                   ──proved────────────────> ready
                   ──lost afterwards───────> 503 with the reason, until a desired state has them loaded again
     by transfer   ──no seat, no group─────> engine untouched; the checkpoint is read at once
                   ──broken off────────────> 503 with the reason, until the checkpoint is loaded and proved
 
-Weights are checked before the engine is touched: what passes `check_weights` has every tensor of the served model in its shape,
-and no other.
+Weights are checked before the engine is touched: `check_weights` requires exactly the tensors of the served model, in
+their shapes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from roundhouse.generation.protocol import (
     WeightsLost,
     WeightsRefused,
 )
+from roundhouse.health.policy import Kind, kind_of
+from roundhouse.pretrained import build_model, load_pretrained
 from roundhouse.retry import Backoff
 from roundhouse.weight_sync.base import (
     DirectTransport,
@@ -60,7 +63,7 @@ from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 logger = logging.getLogger(__name__)
 
 RETRIES = Backoff(2.0, longest=60.0)
-"""Of a refit whose weights were refused."""
+"""Pauses between retries of a refit with refused weights."""
 PROBE_TOKENS = 32
 """Length of the sequence whose log-probabilities every replica reports after a refit."""
 
@@ -90,16 +93,16 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in files of a model of this config.json; tied ones are counted once, and what transformers
-    fuses when it loads them, such as experts, is as the files have it."""
+    """Return name and shape of every tensor in files of a model of this config.json. Tied ones are counted once, and
+    tensors that transformers fuses on loading, such as experts, are listed as in the files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = AutoConfig.from_pretrained(model_dir)
+    config = load_pretrained(AutoConfig, model_dir)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    # parameters are listed once even where two modules share one (tied embeddings)
+        model = build_model(AutoModelForCausalLM, config)
+    # a parameter that two modules share is listed once (tied embeddings)
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, own).items()}
 
@@ -122,23 +125,23 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
                     f"{path} has {key}={new.get(key)}, the served model has {known.get(key)}. A refit replaces weights of the "
                     "same model; deploy another model with its own run."
                 )
-    found = tensor_shapes(directory)
+    shapes = tensor_shapes(directory)
     served = json.loads((model_dir / "config.json").read_text())
     # A checkpoint may repeat a tensor although it is tied to another.
     tied = {"lm_head.weight"} if served.get("tie_word_embeddings", False) else set()
     for name, shape in expected.items():
-        if name not in found:
+        if name not in shapes:
             raise WeightsRefused(
                 f"{directory} lacks the tensor {name}. The weights are incomplete or of another model."
             )
-        if found[name] != shape:
-            raise WeightsRefused(f"{name} in {directory} has shape {found[name]}, the served model wants {shape}.")
-    if surplus := sorted(found.keys() - expected.keys() - tied):
+        if shapes[name] != shape:
+            raise WeightsRefused(f"{name} in {directory} has shape {shapes[name]}, the served model wants {shape}.")
+    if surplus := sorted(shapes.keys() - expected.keys() - tied):
         raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
 
 
 class PolicyUnavailable(InfraError):
-    """This replica must not answer now; the text says why."""
+    """This replica must not answer now; the text has the reason."""
 
 
 class SamplingRefused(DataError):
@@ -187,7 +190,7 @@ class ServedPolicy:
         self.replica_id = replica_id
         self.application = application
         self.placement_group: str | None = None
-        """Id of Ray's, where a trainer has a place near this replica."""
+        """Ray ID of the placement group, if a trainer has a place near this replica."""
         self._model_dir = Path(model_dir)
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._gate = Gate()
@@ -200,6 +203,7 @@ class ServedPolicy:
         self._probe: list[float] | None = None
         self._error: str | None = "No weights were given yet."
         self._failed_request: int | None = None
+        self._failure_may_pass = False
         self._poisoned = False
         self._asleep: str | None = None
         self._generated_tokens, self._counter = 0, uuid.uuid4().hex
@@ -220,10 +224,11 @@ class ServedPolicy:
             yield self._held.policy_version
 
     async def answer(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        """The engine's answer, with the versions that drew it. What a refit broke off begins again, on the new weights.
+        """Return the engine's answer with the versions that generated it. A generation that a refit aborted restarts on
+        the new weights.
 
         Raises:
-            PolicyUnavailable: the desired weights are not in, or are no longer.
+            PolicyUnavailable: the desired weights are not loaded, or are lost.
         """
         while True:
             async with self.answering() as version:
@@ -251,10 +256,10 @@ class ServedPolicy:
         allowed = None if self._desired is None else self._desired.sampling
         if allowed is None:
             return
-        asked = {name: getattr(draw, name) for name in SAMPLED}
-        if asked not in allowed:
+        sampling = {name: getattr(draw, name) for name in SAMPLED}
+        if sampling not in allowed:
             raise SamplingRefused(
-                f"The request asks for {asked}, but this engine serves a run that draws with {allowed}: its trainer would "
+                f"The request asks for {sampling}, but this engine serves a run that draws with {allowed}: its trainer would "
                 "compute the ratio for another distribution. Send one of these (what is left out is temperature 1, top_p 1, no "
                 "top_k), or set the run's generation.sampling to what the agent sends."
             )
@@ -300,7 +305,7 @@ class ServedPolicy:
                 self._poison(desired, error)
                 return
             self._error = f"Version {desired.policy_version} cannot be loaded from {desired.weights}: {error}"
-            self._failed_request = desired.request
+            self._failed_request, self._failure_may_pass = desired.request, kind_of(error) is Kind.INFRA
             logger.error("%s", self._error)
 
             async def again() -> None:
@@ -319,13 +324,13 @@ class ServedPolicy:
         if source is not None and transport is not None and issubclass(transport, DirectTransport):
             try:
                 transport.check_replica(self.engine, source, self.replica_id)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 change = WeightChange(
                     desired.policy_version, desired.digest, desired.running, desired.keep_prefix_cache
                 )
                 async with self._changed(desired):
                     digest, tensors = await transport.receive(self.engine, source, self.replica_id, change)
-                seconds = {"transfer": time.perf_counter() - begun}
+                seconds = {"transfer": time.perf_counter() - start}
                 self._hold(FetchedWeights(None, digest, tensors, source.kind, seconds=seconds), desired, started)
                 return
             except WeightTransferFailed as error:
@@ -403,11 +408,11 @@ class ServedPolicy:
         self._poisoned = True
         doing = doing or f"Loading version {desired.policy_version} from {desired.weights}"
         self._error = f"{doing} failed: {type(error).__name__}: {error}"
-        self._failed_request = desired.request
+        self._failed_request, self._failure_may_pass = desired.request, False
         logger.exception("%s", self._error)
 
     async def close(self) -> None:
-        """Shut the engine down; all requests that have no answer yet are refused."""
+        """Shut the engine down; refuse all unanswered requests."""
         async with self._changing:
             if self._retry is not None:
                 self._retry.cancel()
@@ -425,15 +430,16 @@ class ServedPolicy:
         await self.engine.check_health()
 
     def status(self) -> dict[str, Any]:
-        """What this replica serves, for `/rh/status`."""
-        held = self._held
+        """Return this replica's state for `/rh/status`."""
+        weights = self._held
         return {
             "replica_id": self.replica_id,
             "pid": os.getpid(),
+            "devices": list(getattr(self.engine, "devices", ())),
             "application": self.application,
             "ready": self._error is None,
-            "policy_version": None if held is None else held.policy_version,
-            "weights": None if held is None else held.weights,
+            "policy_version": None if weights is None else weights.policy_version,
+            "weights": None if weights is None else weights.weights,
             "digest": None if self._weights is None else self._weights.digest,
             "tensors": None if self._weights is None else self._weights.tensors,
             "probe": self._probe,
@@ -446,6 +452,7 @@ class ServedPolicy:
             "error": self._error,
             # The error may be of the desired state before, while the newest is being applied.
             "failed_request": self._failed_request,
+            "failure_may_pass": self._failure_may_pass,
             "poisoned": self._poisoned,
             # Of whole answers: a caller that leaves ends its own before. Another counter begins at 0.
             "generated_tokens": self._generated_tokens,

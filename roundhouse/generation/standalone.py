@@ -1,13 +1,13 @@
-"""An engine in a process of its own, without Ray: the replica's chat server and one control route.
+"""An engine in a separate process, without Ray: the replica's chat server and one control route.
 
-Invariant: requests and refits go through the same `ServedPolicy` as under Ray Serve, so an answer is labelled with the version
-that drew it here as there. Who may say which weights are wanted is decided by a token; only on the loopback interface, where
-everybody is the same user, may it be left out.
+Invariant: requests and refits use the same `ServedPolicy` as under Ray Serve, so answers are labelled in the same way.
+A token authorises changes of the wanted weights; it may be omitted only on the loopback interface.
 
     POST /rh/desired   {"generation": {…}, "model_dir": "…", "desired": {"policy_version": 3, "weights": "file:///…"}}
-                    starts the engine, replaces it when its arguments changed, and refits it in place. The old one ends
-                    before the new one starts: a GPU has not room for both. Meanwhile requests are answered 503, and those in
-                    flight too.
+                    starts the engine, replaces it if its arguments changed, and refits it in place. The old one ends
+                    before the new one starts, because a GPU lacks room for both. Requests get 503 in the meantime, as
+                    do
+                    those in flight.
     …               as a replica: /v1/chat/completions, /rh/status, /rh/replicas, /health
 
     ROUNDHOUSE_ENGINE_TOKEN=… python -m roundhouse.generation.standalone --port 9000
@@ -86,17 +86,17 @@ class StandaloneEngine:
         try:
             body = orjson.loads(await read_body(receive))
             arguments = {"generation": body["generation"], "model_dir": body["model_dir"]}
-            wanted = DesiredPolicy.parse(body["desired"])
+            desired = DesiredPolicy.parse(body["desired"])
             GenerationConfig.model_validate(arguments["generation"])
             if (path := local_path(arguments["model_dir"])) is not None:
                 check_model_directory(str(path))
         except (ValueError, KeyError, TypeError, RoundhouseError) as error:
             await reply_error(send, 400, "bad_request", f"{type(error).__name__}: {error}")
             return
-        task = asyncio.create_task(self._bring(arguments, wanted))
+        task = asyncio.create_task(self._bring(arguments, desired))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
-        if wanted.weights is None:
+        if desired.weights is None:
             await reply_json(send, 202, {"replicas": []})
             return
         try:
@@ -108,7 +108,7 @@ class StandaloneEngine:
         await reply_json(send, 200, {"replicas": [status]})
 
     async def _bring(self, arguments: dict[str, Any], wanted: DesiredPolicy) -> dict[str, Any]:
-        """The engine's status, once it was brought to what is wanted."""
+        """Bring the engine to the wanted state and return its status."""
         async with self._changing:
             digest = application_digest(arguments)
             if self._policy is None or digest != self._application:

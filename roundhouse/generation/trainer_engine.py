@@ -1,13 +1,14 @@
-"""Engines without weights of their own: the trainer generates, from the weights that it trains.
+"""Engines that generate with the trainer's weights.
 
-Invariant: nothing is published and nothing loaded twice. A refit hands the engine the train service that holds the version,
-and proves by the digest of what it holds now that it is the one of the checkpoint. While the trainer works the engine is
-asleep, with no hold on the service, so that no token is drawn from weights that are changing.
+Invariant: weights are neither published nor loaded twice. A refit gives the engine the train service that holds the
+version, and proves by the digest of its present weights that it is the checkpoint's. During training the engine sleeps
+without the service, so no token is generated from changing weights.
 
     flow's process    lend(checkpoint, service) ── refit ──> engine.take(service)      requests are answered
-                      train step                ── sleep ──> engine lets go of it      requests are refused until the next refit
+                      train step                ── sleep ──> engine releases it        requests are refused until the next refit
 
-The HTTP server is a thread of the flow's process (`standalone.engine_of_this_process`): rollouts reach it like any other.
+The HTTP server is a thread of the flow's process (`standalone.engine_of_this_process`): rollouts reach it like any
+other engine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from roundhouse.generation.transformers_engine import (
     key_value_bytes,
 )
 from roundhouse.imports import lean_transformers
+from roundhouse.pretrained import load_pretrained
 from roundhouse.store.stage import WEIGHTS_DIGEST, read_manifest
 from roundhouse.training.service.verbs import TrainService
 from roundhouse.trajectories.records import SEEDS
@@ -103,7 +105,7 @@ class TrainersWeights(DirectTransport):
 
 
 class LentEngine:
-    """What engines share that draw from a train service's weights: there is one way to come to them, `take`."""
+    """Base of engines that generate from a train service's weights; they receive them only by `take`."""
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
@@ -131,14 +133,14 @@ class TrainerEngine(LentEngine, TransformersEngine):
         super().__init__(config, model_dir, codec)
         self._service: Any = None
         self._tokens: int | None = None
-        """Of all requests that may be answered together, padding included; None: any number."""
+        """Largest number of tokens of all requests in a batch, including padding; None: unlimited."""
         options = config.mcore_generation_config
         if options is None:
             return
         with lean_transformers():
             from transformers import AutoConfig
 
-            shape = AutoConfig.from_pretrained(model_dir)
+            shape = load_pretrained(AutoConfig, model_dir)
         buffered = int(options.buffer_size_gb * 2**30 / key_value_bytes(shape, config.dtype))
         if buffered < self.max_model_len:
             raise ConfigError(
@@ -162,7 +164,7 @@ class TrainerEngine(LentEngine, TransformersEngine):
 
     async def sleep(self) -> None:
         await super().sleep()
-        await self._run(lambda: None)  # a batch whose callers left still holds the model for a token
+        await self._run(lambda: None)  # an abandoned batch still holds the model for one token
         self._service = None
 
     @contextmanager
@@ -179,7 +181,7 @@ class TrainerGeneration(ListGeneration):
     """The seed's interface over a train service in this process, for batches of tensors.
 
     Args:
-        service: holds the policy; whoever calls its verbs does so before `prepare_for_generation` or after `finish_generation`.
+        service: holds the policy; its verbs are called before `prepare_for_generation` or after `finish_generation`.
     """
 
     def __init__(self, tokenized: TokenizedGeneration, service: TrainEngine) -> None:
@@ -218,10 +220,10 @@ class TinkerEngine(LentEngine):
         self._version = 0
 
     async def start(self) -> None:
-        """There is nothing to start."""
+        """Do nothing: no start is needed."""
 
     async def take(self, service: TinkerTrainService, version: int) -> tuple[str, int]:
-        """Draw from what the service's weights are now; the digest of the checkpoint that they are, and 0 tensors."""
+        """Generate from the service's present weights from now on; return their checkpoint's digest, and 0 tensors."""
         self._client, self._version = await asyncio.to_thread(service.sampler), version
         return service.pointer_digest(), 0
 
@@ -247,8 +249,8 @@ class TinkerEngine(LentEngine):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from tinker import types
 
-        found = await self._client.compute_logprobs(types.ModelInput.from_ints(list(token_ids)))
-        return [float(value) for value in found[1:]]
+        log_probs = await self._client.compute_logprobs(types.ModelInput.from_ints(list(token_ids)))
+        return [float(value) for value in log_probs[1:]]
 
     async def sleep(self) -> None:
         await super().sleep()

@@ -1,12 +1,12 @@
-"""Plain Hugging Face transformers behind the `Engine` protocol: slow, simple, and a second opinion on vLLM.
+"""Plain Hugging Face transformers as an `Engine`: slow, simple, and a reference for vLLM.
 
-Invariant: requests that wait together are answered in one left-padded batch, and a row's tokens and log-probabilities are those
-it would have alone, up to rounding. One thread holds the model; what else it is asked while a batch is running (new weights, a
-score) it does between two tokens.
+Invariant: waiting requests are answered in one left-padded batch, and a row's tokens and log-probabilities equal those
+of the row alone, up to rounding. One thread holds the model; it does other work (new weights, a score) between two
+tokens of a running batch.
 
-A row's token depends on its own logits and its own generator only, never on the batch it is computed in; and the
-log-probability returned is that of the distribution it was drawn from (temperature, then top-k, then top-p, as in vLLM). Greedy
-rows (temperature 0) take the most likely token and report its log-probability at temperature 1.
+A row's token depends only on its logits and its generator, never on the batch. The returned log-probability is that of
+the sampling distribution (temperature, then top-k, then top-p, as in vLLM). Greedy rows (temperature 0) take the most
+likely token and report its log-probability at temperature 1.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from roundhouse import pretrained
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.cpu import parameters_of, threads_for
@@ -49,7 +50,7 @@ class Change:
 
 
 Between = Callable[[], Change | None]
-"""Called before each token; what was done to the model since the one before."""
+"""Called before each token; returns the change to the model since the last token."""
 
 
 def build_model(model_dir: str, config: GenerationConfig) -> Any:
@@ -63,12 +64,14 @@ def build_model(model_dir: str, config: GenerationConfig) -> Any:
     with lean_transformers():  # a model's own module is imported when the model is built
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
+        model = pretrained.build_model(
+            AutoModelForCausalLM, pretrained.load_pretrained(AutoConfig, model_dir), dtype=dtype
+        ).eval()
     return model.to("cuda") if config.gpus_per_replica > 0 else model
 
 
 def key_value_bytes(shape: PreTrainedConfig, dtype: str) -> int:
-    """Of a token: 2 · layers · key-value heads · head dimension · bytes of the type."""
+    """Return bytes per token: 2 · layers · key-value heads · head dimension · bytes of the type."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     dimension = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return 2 * shape.num_hidden_layers * heads * dimension * (4 if dtype == "float32" else 2)
@@ -117,11 +120,8 @@ def load_into(model: Any, directory: str) -> None:
 
 def _converted(model: Any, directory: str) -> dict[str, Any]:
     """The parameters that transformers makes of the directory's tensors."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    loaded, report = type(model).from_pretrained(
-        directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    loaded, report = pretrained.load_pretrained(
+        type(model), directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
     for problem, names in report.items():
         if names:
@@ -154,18 +154,18 @@ def generate_batch(
 
     Args:
         between: may change the model's weights.
-        version: tells which the model holds; without it, the answers say nothing of versions.
-        is_wanted: whether somebody still waits for a row; the batch ends when the others are finished.
+        version: returns the model's version; without it, answers have no version.
+        is_wanted: whether a caller still waits for a row; the batch ends when the others are finished.
 
     Raises:
-        GenerationAborted: new weights came, and the batch was not to continue with them.
+        GenerationAborted: new weights arrived, and the batch was not to continue with them.
     """
     import torch
 
     device = next(model.parameters()).device
     all_ids, mask = _left_padded(prompts, device)
     input_ids = all_ids
-    rows, made = [_Row(draw) for draw in draws], generators(draws)
+    rows, row_generators = [_Row(draw) for draw in draws], generators(draws)
     cache: Any = None
     with torch.inference_mode():
         while any(not row.finished and is_wanted(place) for place, row in enumerate(rows)):
@@ -179,7 +179,7 @@ def generate_batch(
                 input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache, logits_BV = out.past_key_values, out.logits[:, -1].float().cpu()
-            for row, logits_V, generator in zip(rows, logits_BV, made, strict=True):
+            for row, logits_V, generator in zip(rows, logits_BV, row_generators, strict=True):
                 if not row.finished:
                     row.add(*draw_row(logits_V, row.draw, generator), stop_token_ids, version and version())
             input_ids = torch.tensor([[row.ids[-1]] for row in rows], device=device)
@@ -250,15 +250,15 @@ def generators(draws: Sequence[Draw]) -> list[torch.Generator]:
     """One generator a row, from its seed; without a seed from the process's own randomness."""
     import torch
 
-    made = []
+    result = []
     for draw in draws:
         generator = torch.Generator()
         if draw.seed is None:
             generator.seed()
         else:
             generator.manual_seed(draw.seed)
-        made.append(generator)
-    return made
+        result.append(generator)
+    return result
 
 
 BATCH = 64
@@ -267,7 +267,8 @@ Waiting = tuple[list[int], Draw, "asyncio.Future[Generated]"]
 
 
 class BatchingEngine(ABC):
-    """What engines share that answer in batches, from one thread: each request gets its answer, or the cause of the failure."""
+    """Base of engines that answer in batches, from one thread: each request gets its answer, or the cause of the
+    failure."""
 
     def __init__(self, max_model_len: int, thread: str) -> None:
         self.max_model_len = max_model_len
@@ -275,7 +276,7 @@ class BatchingEngine(ABC):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
         self._loop: asyncio.Task[None] | None = None
         self._answering: list[asyncio.Future[Generated]] = []
-        """Those that wait for the rows of the running batch."""
+        """Requests that wait for the rows of the running batch."""
         self._unanswered: set[asyncio.Future[Generated]] = set()
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
@@ -324,7 +325,7 @@ class BatchingEngine(ABC):
 
 
 class TransformersEngine(BatchingEngine):
-    """`Engine` over `AutoModelForCausalLM`, in a thread of its own."""
+    """`Engine` over `AutoModelForCausalLM`, in a separate thread."""
 
     def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:
         super().__init__(config.max_model_len, "transformers")
@@ -373,25 +374,25 @@ class TransformersEngine(BatchingEngine):
 
     async def _between(self, work: Callable[[], Any]) -> Any:
         """Have the thread do something: between two tokens of the batch that is running, or at once."""
-        done: Future[Any] = Future()
-        self._asked.put((work, done))
+        future: Future[Any] = Future()
+        self._asked.put((work, future))
         self._thread.submit(self._do_what_was_asked)
-        return await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(future)
 
     def _do_what_was_asked(self) -> Change | None:
         change = None
         while True:
             try:
-                work, done = self._asked.get_nowait()
+                work, future = self._asked.get_nowait()
             except Empty:
                 break
             try:
                 result = work()
             except Exception as error:  # noqa: BLE001 (border of a piece of work: who asked for it gets the cause)
-                done.set_exception(error)
+                future.set_exception(error)
             else:
                 change = result if isinstance(result, Change) else change
-                done.set_result(result)
+                future.set_result(result)
         if self._broken:
             raise GenerationAborted("New weights could not be loaded.")
         return change
@@ -414,7 +415,7 @@ class TransformersEngine(BatchingEngine):
         yield self._model
 
     def _have_room(self, batch: Sequence[Waiting]) -> bool:
-        """Whether these requests may be answered together; one by itself always is."""
+        """Return whether these requests may be answered together; a single one always may."""
         return len(batch) <= self._batch
 
     async def _serve(self) -> None:
@@ -454,9 +455,9 @@ class OpenAIRoutes:
         try:
             body = orjson.loads(await read_body(receive))
             if scope["path"] == "/tokenize":
-                found = token_list(self.codec.encode(body["prompt"]), self.codec.max_model_len)
+                reply = token_list(self.codec.encode(body["prompt"]), self.codec.max_model_len)
             else:
-                found = {"prompt": self.codec.tokenizer.decode(body["tokens"])}
-            await reply_json(send, 200, found)
+                reply = {"prompt": self.codec.tokenizer.decode(body["tokens"])}
+            await reply_json(send, 200, reply)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             await reply_error(send, 400, "invalid_request", f"{type(error).__name__}: {error}")

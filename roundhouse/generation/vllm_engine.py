@@ -1,15 +1,17 @@
-"""vLLM's asynchronous engine behind our `Engine` protocol: the only module that knows vLLM's inner names.
+"""vLLM's asynchronous engine as our `Engine`: the only module that uses vLLM's internal names.
 
-Invariant: log-probabilities are those of the distribution sampled from (`processed_logprobs`), tokens are never detokenised
-here, and weights always come in through `load_weights`, the first ones too: the engine starts with dummy weights, so it can
-start before the starting policy exists.
+Invariant: log-probabilities are those of the sampling distribution (`processed_logprobs`), tokens are never detokenised
+here, and all weights arrive through `load_weights`: the engine starts with dummy weights, so it can start before the
+starting policy exists.
 
-Pinned to vLLM 0.32. What else would go wrong silently is guarded here:
-  - seeded sampling of a prompt that is prefilled in chunks kills vLLM's CPU engine ("CPU Generator does not use offset"), so
+Pinned to vLLM 0.32. Guards against silent faults:
+  - seeded sampling of a prompt that is prefilled in chunks kills vLLM's CPU engine ("CPU Generator does not use
+    offset"), so
     prompts are prefilled whole on CPU;
   - the prefix cache outlives weights unless it is cleared;
   - more than one OpenMP thread a process makes small models several times slower on shared cores;
-  - its CPU engine asks every object of every imported module for attributes, and some objects of other libraries answer with
+  - its CPU engine reads attributes of every object of every imported module, and some objects of other libraries answer
+    with
     an error (`allow_proxies`).
 """
 
@@ -30,7 +32,6 @@ import orjson
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
-from roundhouse.generation.chat import TOOL_CALL_START, ToolCalls, ToolParser, tool_call
 from roundhouse.generation.protocol import (
     AsgiApp,
     Draw,
@@ -38,6 +39,8 @@ from roundhouse.generation.protocol import (
     Generated,
     GenerationAborted,
 )
+from roundhouse.generation.tool_calls import ToolCalls, ToolParser, bounded, thought_end, tool_call
+from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.http.asgi import Receive, Send
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
@@ -78,8 +81,9 @@ def without_compiler(config: GenerationConfig) -> dict[str, str]:
 
 
 def preload(config: GenerationConfig) -> dict[str, str]:
-    """Environment variable by which a process that is started for the engine takes tcmalloc, where the machine has it: vLLM on
-    CPU then takes 0.86 to 0.99 of its CPU seconds (docs/pretrained.md). An `LD_PRELOAD` that is set, also to nothing, stays."""
+    """Return the environment variable that loads tcmalloc into an engine's process, if the machine has it: vLLM on CPU
+    then takes 0.86 to 0.99 of its CPU seconds (docs/pretrained.md). An existing `LD_PRELOAD`, even an empty one, is
+    kept."""
     if config.gpus_per_replica > 0 or config.backend != "vllm" or "LD_PRELOAD" in os.environ:
         return {}
     library = find_library("tcmalloc_minimal") or find_library("tcmalloc")
@@ -172,7 +176,7 @@ def read_output(output: Any) -> Generated:
 
 
 def _cause(error: Exception) -> str:
-    """The first line of what a worker said."""
+    """Return the first line of a worker's error."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
 
@@ -190,6 +194,8 @@ class VllmEngine:
         self._stop_token_ids = sorted(stop_token_ids)
         self._ids = itertools.count()
         self._engine: AsyncLLM | None = None
+        self.devices: list[str] = []
+        """Device of each worker's weights."""
         self._app: AsgiApp | None = None
         self._making = asyncio.Lock()
 
@@ -206,6 +212,7 @@ class VllmEngine:
         allow_proxies()
         arguments = engine_arguments(self.config, self._model_dir)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(disable_log_stats=True, **arguments))
+        self.devices = await self._engine.collective_rpc("roundhouse_device")
         # The first step pays for lazy imports and allocations; better now than in the first rollout.
         await self.generate([0, 1], Draw(max_tokens=2, seed=0))
 
@@ -227,7 +234,7 @@ class VllmEngine:
         # With its cache cleared, a kept generation is prefilled anew: by the new weights, from its own tokens so far.
         await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
         try:
-            await engine.collective_rpc("roundhouse_load", args=(directory,))
+            require_proofs(await engine.collective_rpc("roundhouse_load", args=(directory,)), directory)
             await engine.update_weight_version(str(version))
             if clear:
                 await engine.reset_prefix_cache(reset_running_requests=running == "continue")
@@ -251,7 +258,7 @@ class VllmEngine:
 
                 try:
                     await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init))
-                except Exception as error:  # vLLM hands on what its worker raised as a bare Exception
+                except Exception as error:  # vLLM re-raises its workers' errors as a bare Exception
                     await self.engine.check_health()
                     raise WeightTransferFailed(
                         f"the group of the sender at {init['master_address']} did not come together: {_cause(error)}. If it is "
@@ -276,17 +283,17 @@ class VllmEngine:
             await engine.collective_rpc("roundhouse_watch")
             await engine.update_weights(WeightTransferUpdateRequest(update))
             digests = await engine.collective_rpc("roundhouse_arrived")
-            for found in digests:
-                arrived = digest_of_tensors(found)
+            for digest in digests:
+                arrived = digest_of_tensors(digest)
                 if change.digest is not None and arrived != change.digest:
                     raise WeightTransferFailed(f"digest {arrived} came, wanted was {change.digest}", touched=True)
             await engine.finish_weight_update(str(change.version))
-            await engine.collective_rpc("roundhouse_prove")
+            require_proofs(await engine.collective_rpc("roundhouse_prove"), f"version {change.version}")
             await engine.shutdown_weight_transfer_engine()
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # What follows fails where the engine has died.
+            # The following calls fail if the engine has died.
             await engine.collective_rpc("roundhouse_abandon")
             await engine.shutdown_weight_transfer_engine()
             await engine.pause_generation(mode="abort", clear_cache=False)
@@ -303,8 +310,8 @@ class VllmEngine:
             final = output
         if final is None or final.prompt_logprobs is None:
             raise EnginePoisoned("vLLM gave no log-probabilities of a prompt.")
-        given = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
-        return [entry[token].logprob for entry, token in given if entry is not None]
+        entries = zip(final.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return [entry[token].logprob for entry, token in entries if entry is not None]
 
     async def sleep(self) -> None:
         # Level 2 keeps no copy of the weights in the machine's memory: whichever come next, they come from the node's cache.
@@ -329,7 +336,7 @@ class VllmEngine:
 
     async def _made_app(self) -> AsgiApp:
         tasks = await self.engine.get_supported_tasks()
-        args, app = await asyncio.to_thread(self._empty_app, tasks)  # generations go on meanwhile
+        args, app = await asyncio.to_thread(self._empty_app, tasks)  # generations continue in the meantime
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
         await init_app_state(self.engine, app.state, args, tasks)
@@ -353,7 +360,7 @@ class VllmEngine:
 
 
 def tool_parser(name: str, tokenizer: Any) -> ToolParser:
-    """vLLM's tool-call parser of this name.
+    """vLLM's tool-call parser of this name, over the text after the policy's thought.
 
     Raises:
         KeyError: vLLM knows none of this name; the text lists those it knows.
@@ -363,27 +370,24 @@ def tool_parser(name: str, tokenizer: Any) -> ToolParser:
     parser_class = ToolParserManager.get_tool_parser(name)
     # It logs a traceback for every call that is not JSON. A policy in training writes thousands of them.
     logging.getLogger(parser_class.__module__).setLevel(logging.CRITICAL)
-    hermes = name == "hermes"
 
     def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str | None, ToolCalls]:
-        if hermes and TOOL_CALL_START not in text:
-            return text, []
-        request = _parser_request(b"[]" if hermes else orjson.dumps(tools))
-        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
-        calls = [tool_call(call.function.name, call.function.arguments) for call in found.tool_calls]
+        request, start = _parser_request(orjson.dumps(tools)), thought_end(text)
+        parsed = parser_class(tokenizer, request.tools).extract_tool_calls(text[start:], request)
+        calls = [tool_call(call.function.name, call.function.arguments) for call in parsed.tool_calls]
         try:
-            for call in found.tool_calls:
+            for call in parsed.tool_calls:
                 (call.function.name + call.function.arguments).encode()
         except UnicodeEncodeError:  # a lone surrogate, which no JSON carries
             return text, []
-        return (found.content or None, calls) if found.tools_called else (text, [])
+        return (text[:start] + (parsed.content or "") or None, bounded(calls)) if parsed.tools_called else (text, [])
 
     return parse
 
 
 @lru_cache(maxsize=256)
 def _parser_request(tools: bytes) -> Any:
-    """What parsers read of the request: its tools."""
+    """The part of a request that parsers read: its tools."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     message = {"role": "user", "content": ""}

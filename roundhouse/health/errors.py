@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 KEPT_ERRORS = 1000
 HEALTH_SECONDS = 300.0
-"""Errors older than this say nothing about how the run is doing now."""
+"""Errors older than this do not count for the present health."""
 TRACEBACK_CHARACTERS = 8000
 
 
 class Severity(StrEnum):
-    """How bad it is. Compare by `rank`."""
+    """Severity of an error. Compare by `rank`."""
 
     INFO = "info"
     WARNING = "warning"
@@ -47,7 +47,7 @@ class Severity(StrEnum):
     ERROR = "error"
     """A stage failed for good."""
     CRITICAL = "critical"
-    """Going on would fail in the same way, or compute something wrong."""
+    """Continuing would fail in the same way, or give wrong results."""
 
     @property
     def rank(self) -> int:
@@ -65,17 +65,17 @@ class ErrorInfo(BaseModel):
     module_name: str
     """The stage."""
     work_context: str
-    """What it was doing, such as `iteration 3`."""
+    """Activity at the error, such as `iteration 3`."""
     severity: Severity
     message: str
     details: dict[str, Any]
-    """`code` and `kind` of the taxonomy, and more where there is more."""
+    """`code` and `kind` of the taxonomy, and further details."""
     exception_type: str | None
     exception_traceback: str | None
 
 
 class Health(BaseModel):
-    """How a process is doing."""
+    """Health of a process."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -105,7 +105,7 @@ class ErrorReporter:
         self._listeners.append(listener)
 
     def restore(self, errors: Iterable[ErrorInfo]) -> None:
-        """Take over what an earlier process kept, without notifying listeners again."""
+        """Restore an earlier process's errors, without notifying listeners again."""
         with self._lock:
             self._errors.extendleft(reversed(list(errors)))
 
@@ -136,11 +136,11 @@ class ErrorReporter:
     def errors(self, seconds: float | None = None) -> list[ErrorInfo]:
         """The errors kept, oldest first; with `seconds` only those not older."""
         with self._lock:
-            kept = list(self._errors)
-        return kept if seconds is None else [error for error in kept if self._clock() - error.timestamp <= seconds]
+            errors = list(self._errors)
+        return errors if seconds is None else [error for error in errors if self._clock() - error.timestamp <= seconds]
 
     def health(self) -> Health:
-        """How bad the last five minutes were."""
+        """Return the health of the last five minutes."""
         return health_of(self.errors(HEALTH_SECONDS))
 
     def _report(
@@ -169,7 +169,7 @@ class ErrorReporter:
         for listener in self._listeners:
             try:
                 listener(error)
-            except Exception:  # whoever watches a run may be gone; the run is not
+            except Exception:  # a run's observer may be gone; the run is not
                 log.warning("an error could not be passed on", exc_info=True)
         return error.error_id
 
@@ -181,10 +181,10 @@ def health_of(recent: Iterable[ErrorInfo]) -> Health:
     warnings = severities.count(Severity.WARNING)
     status: Literal["healthy", "warning", "error"] = "error" if errors else "warning" if warnings else "healthy"
     minutes = f"{HEALTH_SECONDS / 60:g} minutes"
-    said = f"{errors} errors and {warnings} warnings in the last {minutes}"
+    reason = f"{errors} errors and {warnings} warnings in the last {minutes}"
     return Health(
         status=status,
-        message=said if errors or warnings else f"no errors in the last {minutes}",
+        message=reason if errors or warnings else f"no errors in the last {minutes}",
         recent_error_count=len(severities),
         error_level_count=errors,
         warning_level_count=warnings,
@@ -193,10 +193,16 @@ def health_of(recent: Iterable[ErrorInfo]) -> Health:
 
 REWARD, KL, MISMATCH = "reward/mean", "train/kl_penalty", "train/token_mult_prob_error"
 AUDITED, REFUSED = "audit/rollouts", "audit/refused"
-WATCHED = (REWARD, KL, MISMATCH, AUDITED, REFUSED)
+FAILED_BY_DATA, ABOVE_LOWEST = "failures/data", "reward/above_lowest"
+UNEVEN = tuple(f"uneven_failures/{feature}" for feature in ("task", "successful_calls", "turns", "tokens"))
+WATCHED = (REWARD, KL, MISMATCH, AUDITED, REFUSED, FAILED_BY_DATA, ABOVE_LOWEST, *UNEVEN)
 """Metrics that alerts are made of."""
 DOUBT = 1e-3
-"""Probability of as many refusals by chance, below which an audit's are taken for a fact."""
+"""Probability of the same by chance, below which refusals of an audit, or unevenly spread failures, are taken for a fact."""
+FEW_FAILURES = 5
+"""Fewest failures that raise an alert."""
+TOGETHER = 3
+"""Number of iterations whose failures are judged together, if one has too few."""
 REMEMBERED = 100
 """Iterations back in which the best reward is looked for."""
 
@@ -227,15 +233,16 @@ def _alerts(config: AlertsConfig, history: Sequence[Metrics]) -> list[Alert]:
     if not history:
         return []
     newest = history[-1]
-    found = [
+    alerts = [
         _collapse(config, [metrics[REWARD] for metrics in history if REWARD in metrics]),
         _above("kl", KL, newest, config.kl_above, "alerts.kl_above: the policy is far from its reference"),
         _above(
             "mismatch", MISMATCH, newest, config.mismatch_above, "alerts.mismatch_above: engine and trainer disagree"
         ),
         _hacked(config, history),
+        _uneven(history) or _all_successes_may_have_failed(history),
     ]
-    return [alert for alert in found if alert is not None]
+    return [alert for alert in alerts if alert is not None]
 
 
 def _collapse(config: AlertsConfig, rewards: Sequence[float]) -> Alert | None:
@@ -255,7 +262,8 @@ def _collapse(config: AlertsConfig, rewards: Sequence[float]) -> Alert | None:
 
 
 def _hacked(config: AlertsConfig, history: Sequence[Metrics]) -> Alert | None:
-    """Of the newest iteration alone, since an exploit spreads fast; of the last two, where one has too few rollouts to tell."""
+    """Judge the newest iteration alone, because an exploit spreads fast; or the last two, if one has too few
+    rollouts."""
     limit = config.audit_refused_above
     if limit is None or not history[-1].get(REFUSED):
         return None
@@ -272,6 +280,43 @@ def _hacked(config: AlertsConfig, history: Sequence[Metrics]) -> Alert | None:
     return None
 
 
+def _uneven(history: Sequence[Metrics]) -> Alert | None:
+    """Judge the newest iteration alone, or the last `TOGETHER`."""
+    for over in (1, TOGETHER):
+        chances = {name: joint_chance([each[name] for each in history[-over:] if name in each]) for name in UNEVEN}
+        name = min(chances, key=chances.__getitem__)
+        if chances[name] < DOUBT:
+            feature = name.partition("/")[2].replace("_", " ")
+            return Alert(
+                "uneven_failures",
+                f"The failures of rollouts depend on {feature}: chance alone spreads them so with a probability of "
+                f"{chances[name]:.1g}. The other rollouts are a biased sample; correct the cause (failures/code/*).",
+            )
+    return None
+
+
+def _all_successes_may_have_failed(history: Sequence[Metrics]) -> Alert | None:
+    """Return whether as many rollouts failed by their data as the others have rewards above the lowest one."""
+    for over in (1, TOGETHER):
+        failed, above = (
+            round(sum(each.get(name, 0.0) for each in history[-over:])) for name in (FAILED_BY_DATA, ABOVE_LOWEST)
+        )
+        if failed >= max(FEW_FAILURES, above):
+            return Alert(
+                "uneven_failures",
+                f"{failed} rollouts failed by their data, and {above} of the others have more than the lowest reward: if right "
+                "answers are what fails, most of them are lost. Correct the cause (failures/code/*).",
+            )
+    return None
+
+
+def joint_chance(chances: Sequence[float]) -> float:
+    """Return the probability of independent results that are each as unlikely as these (Fisher 1932); 1 without any."""
+    half = -math.fsum(math.log(max(chance, 1e-300)) for chance in chances)
+    terms = [half**k / math.factorial(k) for k in range(len(chances))]
+    return math.exp(-half) * math.fsum(terms) if chances else 1.0
+
+
 def tail(trials: int, hits: int, probability: float) -> float:
     """P(X >= hits) of a binomial X, the exact one-sided test of a share."""
     if not 0 < probability < 1:
@@ -283,6 +328,6 @@ def tail(trials: int, hits: int, probability: float) -> float:
 
 def _above(name: str, metric: str, newest: Metrics, limit: float | None, said: str) -> Alert | None:
     value = newest.get(metric)
-    if limit is None or value is None or value <= limit:  # what is not a number is above any limit
+    if limit is None or value is None or value <= limit:  # NaN counts as above any limit
         return None
     return Alert(name, f"{metric} is {value:.4g}, above {limit:g} ({said}).")

@@ -1,10 +1,10 @@
-"""What a process of a run is doing, as Prometheus reads it.
+"""Metrics of a run's process for Prometheus.
 
-Invariant: the page costs the work nothing: what is in flight is counted on request, and events are counted where they
-are announced anyway (`roundhouse.activity`). No label has more values than a run has stages, metrics or kinds of work.
+Invariant: the page does not slow the work: work in flight is counted on request, and events are counted when they are
+announced anyway (`roundhouse.activity`). No label has more values than a run has stages, metrics or kinds of work.
 
-`ROUNDHOUSE_METRICS_PORT=9464` opens it for this machine, `0.0.0.0:9464` for others (a pod's scraper), in flow, trainer and gym
-server; an engine has `/metrics` on the port that it serves on, beside the engine's own.
+`ROUNDHOUSE_METRICS_PORT=9464` opens it for this machine, `0.0.0.0:9464` for others (a pod's scraper), in flow, trainer
+and gym server; an engine has `/metrics` on its serving port, together with the engine's own metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METRICS = {
 }
 """Name -> meaning; docs/kubernetes-reference.md has the same."""
 _KIND_WORDS = 2
-"""Of a kind of work, as a label: `update 3 of 8` is `update`."""
+"""Number of words of a kind of work in a label: `update 3 of 8` is `update`."""
 
 
 class InFlightCollector:
@@ -66,7 +66,7 @@ class InFlightCollector:
 
 
 class Announced(logging.Handler):
-    """Counts what is announced."""
+    """Counts of announced events."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(logging.INFO)
@@ -124,7 +124,7 @@ def open_metrics_page(place: str) -> MetricsPage:
     """Open the page at `port` (of the loopback interface) or `address:port`, once a process.
 
     Raises:
-        ConfigError: it is no port, or one that is taken.
+        ConfigError: it is not a port, or is taken.
     """
     if place in _open:
         return _open[place]

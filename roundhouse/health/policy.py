@@ -1,4 +1,4 @@
-"""Kinds of failure, and what a run does when an iteration has failed, after all retries of its stage: a pure function.
+"""Kinds of failure, and a run's reaction to a failed iteration after all retries of its stage: a pure function.
 
     kind of failure     stop_on_error   stop_on_critical   continue
     infra               stop            wait, try again    wait, try again
@@ -6,30 +6,32 @@
     defect              stop            stop               skip
     fatal               stop            stop               stop
 
-Invariant: a failed iteration is tried again, skipped on record, or ends the run; it is never passed over in silence, and no
-policy goes on for ever. To skip means that the next version is the one before, byte for byte, published with the reason
-(`roundhouse.stages.checkpoint`), so that every later iteration, a restart and a fork find what they always find.
-
-Too few rollouts or sequences left (`TooFewLeft`) is decided by `failures.on_too_few` first.
+Invariant: a failed iteration is retried, skipped on record, or ends the run, never ignored; every policy ends. A
+skipped iteration's version equals the previous one, byte for byte, with the reason (`roundhouse.stages.checkpoint`), so
+later iterations, a restart and a fork need no special case. `failures.on_too_few` decides about too few rollouts or
+sequences (`TooFewLeft`) first.
 
 Every error has one kind, and a code under which it is counted:
 
     infra    machines, processes, networks: may pass by itself          retried with back-off, within budgets
-    data     caused by the input: fails in the same way each time       not retried; the rollout or iteration is put aside
+    data     caused by the input: fails in the same way each time       not retried; the rollout or iteration is omitted
     fatal    configuration, a damaged store, an engine that cannot      not retried; a person has to act
              start: the next iteration would fail in the same way
     defect   an error without a type of ours                            not retried; please report it
 
-Invariant: errors are typed where they are raised. What libraries raise, and can only be told by its name or number, is typed
-here (`typed`), at the border of a rollout, a stage or a process; nothing else looks into an error's text.
+Invariant: errors are typed where they are raised. Errors of libraries that only a name or number identifies are typed
+here (`typed`), at the boundary of a rollout, a stage or a process; no other code reads an error's text.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from roundhouse.config.operations import FailuresConfig
 from roundhouse.errors import (
@@ -39,17 +41,20 @@ from roundhouse.errors import (
     OutOfMemory,
     RoundhouseError,
     ServiceUnreachable,
+    StoreError,
     TooFewLeft,
 )
 from roundhouse.health.errors import Severity
 
 FIRST_WAIT_SECONDS = 30.0
 LONGEST_WAIT_SECONDS = 600.0
+ALMOST_FULL = 64 * 2**20
+"""Free bytes of a disk below which it is named with an error that names no file."""
 """Waits double: an engine or a disk that a person has to mend takes minutes, not seconds."""
 
 
 class Step(StrEnum):
-    """What comes next."""
+    """The next step after a failure."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -58,27 +63,27 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A decision, with what a person reads about it."""
+    """A decision, with its text for people."""
 
     step: Step
     reason: str
     seconds: float = 0.0
-    """How long to wait before the iteration is tried again."""
+    """Time to wait before the iteration is retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What was done about failures before this one."""
+    """Reactions to earlier failures."""
 
     skipped_in_a_row: int = 0
-    """Iterations right before this one that were skipped."""
+    """Number of skipped iterations directly before this one."""
     waits: int = 0
-    """How often this iteration was waited for."""
+    """Number of waits for this iteration."""
     waited_seconds: float = 0.0
 
 
 def after_failure(error: BaseException, config: FailuresConfig, past: Past) -> Course:
-    """What to do about the error that an iteration ended with."""
+    """Decide about the error that ended an iteration."""
     kind = kind_of(error)
     if isinstance(error, TooFewLeft) and config.on_too_few == "skip":
         step = Step.SKIP
@@ -102,9 +107,10 @@ def after_failure(error: BaseException, config: FailuresConfig, past: Past) -> C
 
 
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|can't start new thread", re.IGNORECASE)
 _TRANSPORT = ("TransportError", "ClientConnectionError", "ConnectionError", "RayError", "BotoCoreError")
-"""Base classes by which HTTP clients, Ray and S3 say that the other side is away. By name, so that none is imported here."""
+"""Base classes with which HTTP clients, Ray and S3 report an unreachable peer. By name, so that none is imported
+here."""
 
 
 class Kind(StrEnum):
@@ -137,7 +143,7 @@ def code_of_type(name: str) -> str:
 
 
 def severity_of(error: BaseException, *, again: bool) -> Severity:
-    """How bad it is; `again`: the work is tried again."""
+    """Return an error's severity; `again`: the work is retried."""
     if again:
         return Severity.WARNING
     return Severity.ERROR if kind_of(error) in (Kind.INFRA, Kind.DATA) else Severity.CRITICAL
@@ -152,27 +158,42 @@ def typed(error: BaseException) -> BaseException:
     if isinstance(error, RoundhouseError):
         return error
     if isinstance(error, MemoryError) or (_is_runtime_error(error) and _OUT_OF_MEMORY.search(str(error))):
-        found: RoundhouseError = OutOfMemory(
+        failure: RoundhouseError = OutOfMemory(
             f"{type(error).__name__}: {str(error)[:500]}. Lower train.tokens_per_microbatch or set train.logits_chunk_tokens, "
             "or give the machine more memory; see that nothing else fills it."
         )
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        found = DiskFull(f"{error}. Free space, then start the run again: it goes on where it stopped.")
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        failure = DiskFull(
+            f"{error}{_full_disks(error)}. Free space, then start the run again: it goes on where it stopped."
+        )
+    elif isinstance(error, OSError) and error.errno == errno.EROFS:
+        failure = StoreError(
+            f"{error}. Make the file system writable, or name another directory, then start the run again."
+        )
     elif (
         isinstance(error, ConnectionError)
         or any(base.__name__ in _TRANSPORT for base in type(error).__mro__)
-        or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))  # how Prefect's client says it
+        or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))  # Prefect's client raises this
     ):
-        found = ServiceUnreachable(
+        failure = ServiceUnreachable(
             f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` says what "
             "is not reachable."
         )
     else:
         return error
-    found.__cause__ = error
-    return found
+    failure.__cause__ = error
+    return failure
+
+
+def _full_disks(error: OSError) -> str:
+    """Return the directories with hardly any space left, for an error that names no file."""
+    if error.filename is not None:
+        return ""
+    places = {str(Path.cwd()), tempfile.gettempdir(), str(Path.home()), "/dev/shm"}
+    full = [place for place in sorted(places) if Path(place).is_dir() and shutil.disk_usage(place).free < ALMOST_FULL]
+    return f" (almost full: {', '.join(full)})" if full else ""
 
 
 def _is_runtime_error(error: BaseException) -> bool:
-    """torch says it with `OutOfMemoryError` on a GPU and a bare RuntimeError on a CPU."""
+    """torch raises `OutOfMemoryError` on a GPU and a bare RuntimeError on a CPU."""
     return isinstance(error, RuntimeError)

@@ -1,20 +1,19 @@
-"""Middleware of every server, in bare ASGI: whole bodies, whole replies, a limit on bodies, no foreign web pages.
+"""ASGI middleware of every server: complete bodies and replies, a body limit, no requests from foreign web pages.
 
-Invariants: a body is handed out complete or not at all, and never more of it than the limit: a larger one is answered 413, from
-the first byte where its length is announced. Work for a caller that has left is cancelled. A request that a browser makes for a
-page is answered only where this server itself served that page: a browser sends any site's requests to the loopback interface
-as well, simple ones without asking first, so listening there is no border against a page that its user has open.
+Invariants: a body is passed on complete or not at all, and never beyond the limit: a larger one is answered 413, at
+once if its length is announced. Work for a disconnected caller is cancelled. A page's request is answered only if this
+server served the page: a browser sends any site's requests to the loopback interface as well, so listening there does
+not protect from an open page.
 
     Host                     a name of another site that points here (DNS rebinding): 421
     Origin, Sec-Fetch-Site   a page of another site or of another port: 403, for a websocket too
 
-A link that a person follows (GET, into a tab of its own) is answered wherever it stood. Programs send neither `Origin` nor
-`Sec-Fetch-Site` and pass.
+A followed link (GET, into a new tab) is answered. Programs send neither `Origin` nor `Sec-Fetch-Site` and pass.
 
-A server on the loopback interface answers to the names of that interface, and to those that ROUNDHOUSE_ALLOWED_HOSTS lists (by
-commas), such as that of a reverse proxy. A server that listens beyond it cannot know its names, of a Service say: it answers to
-any, or, where the variable is set, to those listed and to addresses, which nobody can rebind. The limit on bodies is 256 MiB,
-or ROUNDHOUSE_MAX_BODY_MIB; they are counted as sent, nothing is unpacked.
+A loopback server answers to the loopback names and those in ROUNDHOUSE_ALLOWED_HOSTS (comma-separated), such as a
+reverse proxy's. A server on other interfaces cannot know its names, such as a Service's: it answers to any name, or, if
+the variable is set, to listed names and to addresses, which cannot be rebound. The body limit is 256 MiB or
+ROUNDHOUSE_MAX_BODY_MIB, counted as sent, without decompression.
 """
 
 from __future__ import annotations
@@ -111,11 +110,11 @@ class _TooLarge(Exception):
 
 
 class BodyLimit:
-    """An ASGI application behind the limit."""
+    """An ASGI application with the body limit."""
 
     def __init__(self, app: Application, limit: int | None = None) -> None:
         self._app = app
-        self._limit = _limit() if limit is None else limit
+        self._limit = body_limit() if limit is None else limit
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -142,7 +141,7 @@ class BodyLimit:
         try:
             await self._app(scope, counted, answered)
         except ClientGone:
-            return None  # there is nothing to answer
+            return None  # nobody waits for an answer
         except Exception:
             if seen <= self._limit:
                 raise
@@ -165,11 +164,16 @@ async def refuse(send: Send, status: int, code: str, text: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _limit() -> int:
-    given = os.environ.get(BODY_LIMIT, str(MEBIBYTES))
-    if not given.isdecimal() or not 0 < int(given) < 2**20:
-        raise ConfigError(f"{BODY_LIMIT} is {given!r}: give a whole number of MiB.")
-    return int(given) * 2**20
+def body_limit() -> int:
+    """Return the limit of a body in bytes.
+
+    Raises:
+        ConfigError: the variable is not an integer.
+    """
+    value = os.environ.get(BODY_LIMIT, str(MEBIBYTES))
+    if not value.isdecimal() or not 0 < int(value) < 2**20:
+        raise ConfigError(f"{BODY_LIMIT} is {value!r}: give a whole number of MiB.")
+    return int(value) * 2**20
 
 
 ALLOWED_HOSTS = "ROUNDHOUSE_ALLOWED_HOSTS"
@@ -211,7 +215,7 @@ class SameOrigin:
             text = f"This server does not answer to the name {unknown[0]!r}. Use its address, or list it in {ALLOWED_HOSTS}."
             return 421, "foreign_host", text
         is_foreign = not origins <= hosts or headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
-        # A link that is followed into a tab of its own: nothing of it can be read where it stood, and a GET changes nothing
+        # A link followed into a new tab: its page cannot read the reply, and a GET changes nothing
         into_tab = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
         if is_foreign and not (into_tab and scope.get("method") == "GET"):
             return 403, "foreign_origin", "A page of another site may not use this server."
@@ -224,9 +228,9 @@ class SameOrigin:
 
 
 def presents(authorization: bytes | str, token: str) -> bool:
-    """Whether the header is `Bearer <token>`; compared in constant time."""
-    given = authorization.encode() if isinstance(authorization, str) else authorization
-    return hmac.compare_digest(given, f"Bearer {token}".encode())
+    """Return whether the header is `Bearer <token>`; compared in constant time."""
+    header = authorization.encode() if isinstance(authorization, str) else authorization
+    return hmac.compare_digest(header, f"Bearer {token}".encode())
 
 
 def token_digest(token: str) -> str:
@@ -235,22 +239,22 @@ def token_digest(token: str) -> str:
 
 
 def presents_digested(authorization: str, digest: str) -> bool:
-    """Whether the header is `Bearer <token>` with a token of this `token_digest`."""
+    """Return whether the header is `Bearer <token>` with a token of this `token_digest`."""
     scheme, _, token = authorization.partition(" ")
     return scheme == "Bearer" and hmac.compare_digest(token_digest(token), digest)
 
 
 async def authorized(scope: Scope, send: Send, token: str | None, name: str) -> bool:
-    """Whether the request presents the token (None asks for none); otherwise it is answered 401, which says to send `name`."""
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    if token is None or presents(given, token):
+    """Return whether the request carries the token (None requires none); otherwise answer 401 and name `name`."""
+    header = dict(scope["headers"]).get(b"authorization", b"")
+    if token is None or presents(header, token):
         return True
     await reply_error(send, 401, "unauthorized", f"Send {name} as a bearer token.")
     return False
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Return whether `host` is reachable only from this machine."""
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
 
 

@@ -51,7 +51,7 @@ def choose(key: str, remembered: int | None, taken: Collection[int]) -> int:
 
 
 def describe_owner(port: int) -> str:
-    """The process that listens on the port, in words; empty if the system does not say."""
+    """Describe the process that listens on the port; empty if the system does not reveal it."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.AccessDenied, OSError):
@@ -94,7 +94,7 @@ class HttpThread:
                 f"{host}:{port} cannot be bound: {error.strerror}{f'; {owner} has it' if owner else ''}. Choose another port."
             ) from error
         self.port: int = self._socket.getsockname()[1]
-        import uvicorn  # most of those that choose a port serve nothing themselves
+        import uvicorn  # most callers that choose a port do not serve on it themselves
 
         self._server = uvicorn.Server(
             uvicorn.Config(SameOrigin(app, host), log_level="warning", access_log=False, timeout_graceful_shutdown=1)

@@ -1,17 +1,15 @@
-"""The sessions of an environment server: few enough to fit, none for ever, and each given back once.
+"""Sessions of an environment server: bounded in number and idle time, each closed exactly once.
 
-Invariant: at most `capacity` sessions exist; one that was not used for `idle_seconds` is gone; a session whose rollout is not
-finished is never thrown out to make room. Finished ones are (clients may ask for the verdict again, but need not). Every
-session that leaves the store, for whatever reason, is handed to `on_end` exactly once, and what still runs in it is cancelled.
+Invariant: at most `capacity` sessions exist. A session that was not used for `idle_seconds` ends. A session with an
+unfinished rollout is never evicted; finished ones are (clients may ask for the verdict again, but need not). Every
+session that leaves the store is passed to `on_end` exactly once, and its running work is cancelled.
 
     put ──> open ──finished──> finished ──┐
               └──── close, idle ──────────┴──> running work cancelled, on_end(session)
 
-Giving sessions back in the background of a server.
-
-Invariant: each ended session's `close` runs once, after what still ran in the session has ended or has had its time to, and
-within a time limit; an error in it is logged and reaches no request; when the server stops, every session that still exists is
-given back before it does.
+Closing in the background: each ended session's `close` runs once, after its running work has ended or run out of time,
+and within a time limit. An error in it is logged and reaches no request. When the server stops, all remaining sessions
+are closed first.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ T = TypeVar("T")
 
 CAPACITY = 20_000
 IDLE_SECONDS = 3600.0
-"""An hour: longer than any rollout that its collector has not given up."""
+"""An hour: longer than any rollout that its collector still waits for."""
 
 
 class TooManySessions(InfraError):
@@ -51,7 +49,7 @@ class SessionEnded(InfraError):
 
 @dataclass(slots=True)
 class Seeded:
-    """A rollout's state, and what works on it at present."""
+    """A rollout's state, and its running work."""
 
     state: Any
     used_at: float
@@ -66,7 +64,7 @@ class Seeded:
 
 
 async def outcome(work: asyncio.Future[T]) -> T:
-    """What a task of `Seeded.begin` returned. Who cancels the waiting, cancels the work as well, unless it is shielded.
+    """Return the result of a task of `Seeded.begin`. Cancelling the wait cancels the work, unless it is shielded.
 
     Raises:
         SessionEnded: the session ended before it.
@@ -100,11 +98,14 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._open) + len(self._finished)
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._open or session_id in self._finished
+
     def reserve(self) -> None:
-        """Make room for one more.
+        """Reserve room for one more session.
 
         Raises:
-            TooManySessions: there is none.
+            TooManySessions: all places are taken.
         """
         self.expire()
         while len(self) >= self._capacity and self._finished:
@@ -115,7 +116,7 @@ class SessionStore:
             )
 
     def put(self, session_id: str, state: Any) -> None:
-        """Begin a session; one that had the same id ends."""
+        """Start a session; one with the same ID ends."""
         self.close(session_id)
         self.reserve()
         self._open[session_id] = Seeded(state, self._clock())
@@ -142,7 +143,7 @@ class SessionStore:
             self._finished[session_id] = self._open.pop(session_id)
 
     def close(self, session_id: str) -> bool:
-        """End a session; False if there is none."""
+        """End a session; return False if it does not exist."""
         for sessions in (self._open, self._finished):
             if session_id in sessions:
                 self._end(sessions.pop(session_id))
@@ -150,7 +151,7 @@ class SessionStore:
         return False
 
     def expire(self) -> None:
-        """End what was not used for too long."""
+        """End sessions that were idle for too long."""
         oldest = self._clock() - self.idle_seconds
         for sessions in (self._open, self._finished):
             while sessions and next(iter(sessions.values())).used_at < oldest:
@@ -187,14 +188,14 @@ log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
 LONGEST_SWEEP_SECONDS = 60.0
-"""Idle sessions end at the next request, or at the next sweep when there is none."""
+"""Idle sessions end at the next request, or at the next sweep without requests."""
 
 
 class Closing:
     """Closes the sessions that leave `sessions` by awaiting `close(state)`."""
 
     def __init__(self, sessions: SessionStore, close: Callable[[Any], Awaitable[None]] | None) -> None:
-        """`close` None: sessions hold nothing that has to be given back."""
+        """Create the store. `close` None: sessions hold nothing to release."""
         self._sessions = sessions
         self._close = close
         self._running: set[asyncio.Task[None]] = set()
@@ -202,7 +203,7 @@ class Closing:
 
     @asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
-        """The server's life: sweeps while it runs, everything given back at its end."""
+        """Run sweeps during the server's life, and close everything at its end."""
         sweeper = asyncio.create_task(self._sweep())
         try:
             yield

@@ -1,7 +1,7 @@
-"""What a client says to the supervisor: I want these services, I want them no longer.
+"""Client of the supervisor: request services and return them.
 
-Invariant: `request` either returns with every awaited service seen to be healthy after the request, or gives back the leases
-that it took. Whatever happens, the caller waits no longer than its time limit.
+Invariant: `request` returns after every awaited service was healthy after the request, or returns the leases that it
+took. The caller never waits longer than its time limit.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class LeaseRequest:
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Service -> more arguments of its command. A service that is not named is taken as it runs."""
     unawaited: Collection[str] = ()
-    """Services that are asked for and not waited for: only their address has to be known. That one fails is no error."""
+    """Services that are requested but not awaited: only their address is needed. Their failure is not an error."""
 
     def lease(self) -> tuple[int, frozenset[str]]:
         """Write the leases. Returns the request's number and the services that this holder did not have before."""
         with self.state.lock():
-            wanted, running = self.state.wanted(), self.state.running()
+            leases, running = self.state.wanted(), self.state.running()
             alive = self.state.supervised()
-            revision = 1 + max([wanted.revision, *(record.answered for record in running.services.values())])
+            revision = 1 + max([leases.revision, *(record.answered for record in running.services.values())])
             added = set()
             for name in self.services:
-                lease = wanted.services.get(name) or ServiceLease([], revision)
+                lease = leases.services.get(name) or ServiceLease([], revision)
                 record = running.services.get(name)
-                supervised = alive and name in wanted.services
+                supervised = alive and name in leases.services
                 self._refuse_ports(name, record if supervised else None)
                 if supervised and not (record and record.status == "failed" and record.answered >= lease.asked):
                     self._refuse_arguments(name, lease)
@@ -77,10 +77,10 @@ class LeaseRequest:
                 others = [holder for holder in lease.holders if holder.kind != "kept" and holder != self.holder]
                 lease.holders, lease.asked = [*others, self.holder], revision
                 lease.ports = dict(self.ports.get(name, lease.ports))
-                wanted.services[name] = lease
-            wanted.revision = revision
+                leases.services[name] = lease
+            leases.revision = revision
             self.state.hand_over({key: value for key, value in os.environ.items() if key != processes.MARK})
-            self.state.write_wanted(wanted)
+            self.state.write_wanted(leases)
         return revision, frozenset(added)
 
     def end_unused(self) -> None:
@@ -88,33 +88,33 @@ class LeaseRequest:
         if not self.state.supervised():
             return
         with self.state.lock():
-            wanted, records = self.state.wanted(), self.state.running().services
+            leases, records = self.state.wanted(), self.state.running().services
             ending = [
                 name
                 for name in self.services
-                if self._is_in_the_way(name, wanted.services.get(name), records.get(name))
+                if self._is_in_the_way(name, leases.services.get(name), records.get(name))
             ]
             for name in ending:
-                wanted.services.pop(name, None)
+                leases.services.pop(name, None)
             if ending:
-                self.state.write_wanted(wanted)
+                self.state.write_wanted(leases)
         if ending:
             await_ended(self.state, ending)
 
     def _is_in_the_way(self, name: str, lease: ServiceLease | None, record: ServiceRecord | None) -> bool:
         if lease is None:  # the supervisor ends it, or has not yet seen that it has to and would take it for the next
-            asked = list(self.arguments.get(name, ()))
-            return record is not None and record.status not in ENDED and asked != record.arguments
+            requested = list(self.arguments.get(name, ()))
+            return record is not None and record.status not in ENDED and requested != record.arguments
         return self._arguments(name, lease) != lease.arguments and not any(
             holder.kind != "kept" and holder.alive() for holder in lease.holders
         )
 
     def _arguments(self, name: str, lease: ServiceLease) -> list[str]:
-        """With which the service is to run: who asks for none takes what a person has started."""
-        asked = self.arguments.get(name)
-        if asked is None or (not asked and any(holder.kind == "user" for holder in lease.holders)):
+        """Return the service's arguments: without a request, those of a person's running service."""
+        requested = self.arguments.get(name)
+        if requested is None or (not requested and any(holder.kind == "user" for holder in lease.holders)):
             return lease.arguments
-        return list(asked)
+        return list(requested)
 
     def _refuse_ports(self, name: str, record: ServiceRecord | None) -> None:
         """`record` is that of a service under supervision, else None."""
@@ -133,15 +133,15 @@ class LeaseRequest:
                 )
 
     def _refuse_arguments(self, name: str, lease: ServiceLease) -> None:
-        if (wanted := self._arguments(name, lease)) != lease.arguments:
+        if (requested := self._arguments(name, lease)) != lease.arguments:
             raise InfraError(
-                f"{name} already runs with the arguments {lease.arguments}, not {wanted}. Run `roundhouse down` first, "
+                f"{name} already runs with the arguments {lease.arguments}, not {requested}. Run `roundhouse down` first, "
                 "or take services of your own (infra.state)."
             )
 
 
 def request(wish: LeaseRequest, time_limit: float, on_progress: Progress | None = None) -> dict[str, ServiceRecord]:
-    """Lease the services, start the supervisor if there is none, and wait until all are healthy."""
+    """Lease the services, start the supervisor if necessary, and wait until all are healthy."""
     wish.state.create()
     wish.end_unused()
     revision, added = wish.lease()
@@ -156,7 +156,7 @@ def _await_ready(
     wish: LeaseRequest, revision: int, time_limit: float, on_progress: Progress
 ) -> dict[str, ServiceRecord]:
     state, began, starts = wish.state, time.monotonic(), 0
-    shown: dict[str, str] = {}
+    statuses: dict[str, str] = {}
     while True:
         if not state.supervised():
             if starts == SUPERVISOR_STARTS:
@@ -169,8 +169,8 @@ def _await_ready(
         records = {name: record for name, record in state.running().services.items() if name in wish.services}
         current = {name: record for name, record in records.items() if record.answered >= revision}
         for name, record in current.items():
-            if shown.get(name) != record.status:
-                shown[name] = record.status
+            if statuses.get(name) != record.status:
+                statuses[name] = record.status
                 on_progress(record)
             if record.status == "failed" and name not in wish.unawaited:
                 own_logs = state.path / "ray" / "session_latest" / "logs"
@@ -203,18 +203,18 @@ def release(
 ) -> None:
     """Release the holder's leases; services in `keep` stay without a holder. Waits until the others have ended."""
     with state.lock():
-        wanted = state.wanted()
+        leases = state.wanted()
         for name in services:
-            lease = wanted.services.get(name)
+            lease = leases.services.get(name)
             if lease is None:
                 continue
             lease.holders = [other for other in lease.holders if other != holder]
             if name in keep and not lease.holders:
                 lease.holders = [ServiceHolder("kept")]
             if not lease.holders:
-                del wanted.services[name]
-        state.write_wanted(wanted)
-        ending = [name for name in services if name not in wanted.services]
+                del leases.services[name]
+        state.write_wanted(leases)
+        ending = [name for name in services if name not in leases.services]
     await_ended(state, ending)
 
 
@@ -223,10 +223,10 @@ def withdraw(state: StateDirectory, services: Collection[str] | None) -> list[st
     if not state.path.exists():
         return []
     with state.lock():
-        wanted = state.wanted()
-        dropped = [name for name in wanted.services if services is None or name in services]
-        wanted.services = {name: lease for name, lease in wanted.services.items() if name not in dropped}
-        state.write_wanted(wanted)
+        leases = state.wanted()
+        dropped = [name for name in leases.services if services is None or name in services]
+        leases.services = {name: lease for name, lease in leases.services.items() if name not in dropped}
+        state.write_wanted(leases)
         (state.path / "handover.json").unlink(missing_ok=True)
     await_ended(state, dropped if services is None else list(services))
     return dropped
@@ -240,9 +240,9 @@ def await_ended(state: StateDirectory, services: Collection[str]) -> None:
     """
     deadline = time.monotonic() + STOP_SECONDS
     while state.supervised() and time.monotonic() < deadline:
-        wanted, records = state.wanted().services, state.running().services
-        ended = all(name in wanted or name not in records or records[name].status in ENDED for name in services)
-        if ended and wanted:
+        leases, records = state.wanted().services, state.running().services
+        ended = all(name in leases or name not in records or records[name].status in ENDED for name in services)
+        if ended and leases:
             break
         time.sleep(POLL_SECONDS)
     else:
@@ -259,21 +259,22 @@ def await_ended(state: StateDirectory, services: Collection[str]) -> None:
 
 
 def _unwanted(state: StateDirectory, services: Collection[str]) -> list[psutil.Process]:
-    """Processes of those services that nobody wants; of all where nothing is wanted and no supervisor lives. The lock keeps off
-    a lease, thus a process that is started for one."""
+    """Return processes of unwanted services; of all services if none is wanted and no supervisor lives. The lock
+    prevents a new lease, and so a new process."""
     with state.lock():
-        wanted = state.wanted().services
-        if not wanted and not state.supervised():
+        leases = state.wanted().services
+        if not leases and not state.supervised():
             return processes.members(state)
-        return [found for name in services if name not in wanted for found in processes.members(state, name)]
+        return [process for name in services if name not in leases for process in processes.members(state, name)]
 
 
 def _start_supervisor(state: StateDirectory) -> None:
-    """Detached: in a session of its own, so that a Ctrl-C in the terminal reaches the run, which then decides."""
+    """Start the supervisor in a separate session, so that a Ctrl-C in the terminal reaches only the run, which then
+    decides."""
     environment = {key: value for key, value in os.environ.items() if key != processes.MARK}
     with state.log("supervisor").open("ab") as output:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "roundhouse.infra.supervisor", str(state.path)],
+            [sys.executable, "-P", "-m", "roundhouse.infra.supervisor", str(state.path)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
+from roundhouse.infra.regular_files import open_regular
 from roundhouse.infra.state import StateDirectory
 from roundhouse.store.process_identity import birth, boot_id
 
@@ -36,7 +37,7 @@ TAIL_LINES = 30
 
 
 class Session(NamedTuple):
-    """A session of processes, which one of ours leads or led."""
+    """A session of processes, led at some time by one of ours."""
 
     leader: int
     born: float
@@ -61,18 +62,19 @@ def members(state: StateDirectory, service: str | None = None) -> list[psutil.Pr
         for record in records
         if running.boot_id == boot_id() and record.process_group and _is_still(record.pid, record.born)
     }
-    wanted = mark(state, service) if service else f"{state.path}::"
-    found = []
+    prefix = mark(state, service) if service else f"{state.path}::"
+    result = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
-        if _marked(process, wanted, exact=service is not None) or _in_session(process, sessions):
-            found.append(process)
-    return found
+        if _marked(process, prefix, exact=service is not None) or _in_session(process, sessions):
+            result.append(process)
+    return result
 
 
 def carrying(marked: str, sessions: Iterable[Session] = ()) -> list[psutil.Process]:
-    """Live processes with this mark or with one that continues it by `::`, and those of the sessions, but not the caller.
+    """Return live processes with this mark or one that extends it by `::`, and those of the sessions, without the
+    caller.
 
     A process that sets its title, as Ray's workers and agents do, overwrites the mark, but stays in its session.
     """
@@ -107,26 +109,26 @@ def end(find: Callable[[], list[psutil.Process]], *, grace_seconds: float, first
 
 
 def end_of_log(log: Path, lines: int) -> str:
-    """The last lines that a process wrote.
+    """Return the last lines of a process's log. The process may have replaced its log.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist, or is not a regular one.
     """
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        return "\n".join(file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-lines:])
 
 
 def _marked(process: psutil.Process, wanted: str, *, exact: bool) -> bool:
     try:
-        found = process.environ().get(MARK, "")
+        value = process.environ().get(MARK, "")
     except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
         return False
-    return found == wanted if exact else found.startswith(wanted)
+    return value == wanted if exact else value.startswith(wanted)
 
 
 def _is_still(leader: int, born: float) -> bool:
-    """Whether no other process can have got the leader's number since."""
+    """Return whether the leader's process number cannot have been reused since."""
     return birth(leader) in (None, born)
 
 
@@ -157,21 +159,25 @@ class Child:
     started_at: float = field(default_factory=time.time)
 
     def tail(self) -> str:
-        """The end of its output."""
-        return end_of_log(self.log, TAIL_LINES)
+        """The end of its output, or why that cannot be read."""
+        try:
+            return end_of_log(self.log, TAIL_LINES)
+        except OSError as error:
+            return f"(its log cannot be read: {error})"
 
 
 class Children:
-    """Child processes that live and end together. Start them from the main thread: on Linux the kernel ties them to the thread
-    that started them.
+    """Child processes that live and end together. Start them from the main thread: on Linux the kernel ties them to the
+    starting thread.
 
-    Invariant: after `close`, and after this process has ended in any way, SIGKILL included, no process of the group is left,
-    however deep it was started: all carry the group's mark or are in the session of one of its children, and a reaper waits for
-    this process's end. Children have sessions of their own: Ctrl-C reaches this process alone, which then ends them in order.
+    Invariant: after `close`, and after any end of this process, even by SIGKILL, no process of the group is left,
+    however deep it was started: all carry the group's mark or are in the session of one of its children, and a reaper
+    waits for this process's end. Children have separate sessions: Ctrl-C reaches only this process, which then ends
+    them in order.
 
         children = Children(Path("logs"))
         weather = children.start("weather", ["python", "app.py"], directory, environment)
-        children.ended()            those that are gone, each with its exit code and the end of its log
+        children.ended()            ended children, each with its exit code and the end of its log
         await children.close([["weather"]])
     """
 
@@ -182,9 +188,9 @@ class Children:
         self._mark = f"children-{uuid.uuid4().hex}"
         self._children: dict[str, Child] = {}
         self._sessions: dict[str, Session] = {}
-        """Of the children of each name, the last one's."""
+        """Session of the last child of each name."""
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "roundhouse.infra.processes", self._mark],
+            [sys.executable, "-P", "-m", "roundhouse.infra.processes", self._mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -223,7 +229,7 @@ class Children:
         return child
 
     def ended(self) -> list[Child]:
-        """Those that have ended by themselves."""
+        """Return children that ended by themselves."""
         return [child for child in self.all if child.process.poll() is not None]
 
     async def end(self, name: str) -> None:
@@ -255,13 +261,13 @@ class Children:
 
 
 def reap(mark: str) -> None:
-    """The reaper, `python -m roundhouse.infra.processes <mark>` with a pipe from its parent as stdin: when the pipe closes,
-    however the parent ended, end each process that carries the mark or is in a session that the pipe told of, a line each.
-    Ctrl-C does not reach it: its session is its own."""
+    """Run the reaper, `python -m roundhouse.infra.processes <mark>` with a pipe from its parent as stdin: when the pipe
+    closes, end each process that carries the mark or is in a session named in the pipe, one per line. Its session is
+    separate, so Ctrl-C does not reach it."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    told = [line.split() for line in sys.stdin]
-    sessions = [Session(int(leader), float(born)) for leader, born in told]
+    lines = [line.split() for line in sys.stdin]
+    sessions = [Session(int(leader), float(born)) for leader, born in lines]
     end(lambda: carrying(mark, sessions), grace_seconds=REAPER_GRACE_SECONDS)
 
 

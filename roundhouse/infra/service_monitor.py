@@ -1,13 +1,13 @@
-"""Keeping one service alive: start, wait for health, watch, restart on the same ports, end.
+"""Keep one service alive: start, wait for health, watch, restart on the same ports, end.
 
     starting ──healthy──> ready ──died or unresponsive──> restarting ──healthy──> ready
         └─died soon, time out──> failed <──too many restarts─┘
 
 Invariant: when `keep` has returned or was cancelled, no process of the service is left.
 
-A service that never became ready is not tried again: the reason lies in its log and would be the same. One that worked, or that
-ended only after a while (`WORTH_SECONDS`), gets `RESTARTS` more starts with growing pauses; having worked for `STEADY_SECONDS`
-earns them all back.
+A service that never became ready is not retried, because its log has a cause that would recur. One that worked, or
+ended only after `WORTH_SECONDS`, gets `RESTARTS` more starts with growing pauses; after `STEADY_SECONDS` of work, it
+has all of them again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from roundhouse.store.process_identity import birth
 log = logging.getLogger(__name__)
 
 WORTH_SECONDS = 20.0
-"""A service that dies sooner in its first start cannot start. One that dies later may have waited in vain for a part of itself,
-as Ray does for half a minute on a busy machine: it is started again."""
+"""A service that dies sooner in its first start cannot start. One that dies later may have waited in vain for a part of
+itself, as Ray does for half a minute on a busy machine, and is started again."""
 RESTARTS = 5
 STEADY_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.5
@@ -110,7 +110,7 @@ class ServiceMonitor:
             output.write(f"\n--- started {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(command)}\n".encode())
             output.flush()
             process = subprocess.Popen(
-                [sys.executable, "-m", "roundhouse.die_with_parent", str(getpid()), *command],
+                [sys.executable, "-P", "-m", "roundhouse.die_with_parent", str(getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -140,7 +140,7 @@ class ServiceMonitor:
         return False
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Returns when the service died or stopped answering; says why in the record."""
+        """Return when the service has died or stopped answering, with the cause in the record."""
         ready = answered = probed = time.monotonic()
         while process.poll() is None:
             with contextlib.suppress(TimeoutError):
@@ -150,14 +150,14 @@ class ServiceMonitor:
             if self.record.restarts and now - ready > STEADY_SECONDS:
                 self.record.restarts = 0
                 self._set("ready")
-            asked, due = self.asked, now - probed > PROBE_INTERVAL_SECONDS
-            if not due and asked == self.record.answered:
+            request, due = self.asked, now - probed > PROBE_INTERVAL_SECONDS
+            if not due and request == self.record.answered:
                 continue
             probed = now
             if await probe(self._launch):
                 answered = now
-                if asked > self.record.answered:
-                    self.record.answered = asked
+                if request > self.record.answered:
+                    self.record.answered = request
                     self._set("ready")
             elif now - answered > UNRESPONSIVE_SECONDS:
                 self.record.detail = f"It was alive but answered nothing for {UNRESPONSIVE_SECONDS:.0f} s."

@@ -1,10 +1,10 @@
-"""How each local service is started: its ports, command, environment and health check.
+"""Start of each local service: its ports, command, environment and health check.
 
-Invariant: a service spec is a pure function of the state directory and the ports. Everything a service writes lies under the
-state directory, and every server listens on the loopback interface only (but for statistics and metrics of Serve's HAProxy,
-whose address Ray does not let one choose).
+Invariant: a service spec is a pure function of the state directory and the ports. A service writes only under the state
+directory, and every server listens on the loopback interface only (except statistics and metrics of Serve's HAProxy,
+whose address Ray fixes).
 
-The settings, each with its measured reason, are from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
+The settings, each with its measured reason, come from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import html
 import os
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
@@ -26,8 +27,8 @@ from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
 
 NODE_DIRECTORY_BYTES, HAPROXY_SOCKET_BYTES = 57, 97
-"""Of the directory that Serve makes for a node's proxy, and the longest path of HAProxy's socket: it adds a suffix while it
-starts. Ray's own sockets have shorter paths."""
+"""Length of the directory that Serve makes for a node's proxy, and the longest path of HAProxy's socket, to which it
+adds a suffix while it starts. Ray's own sockets have shorter paths."""
 REPLICA_PORTS = 64
 """Size of the port range that replicas take their HTTP ports from."""
 
@@ -48,12 +49,12 @@ class Launch:
 
     command: list[str]
     url: str
-    """What a person opens, and what the health probe is relative to."""
+    """URL of the page, and base of the health probe."""
     probe: str
     """Path that answers once the service works."""
     environment: dict[str, str] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
-    """Of the probe."""
+    """Headers of the probe."""
     healthy_below: int = 300
     """HTTP statuses below this count as healthy."""
 
@@ -75,7 +76,7 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     url = f"http://{LOOPBACK}:{ports['http']}"
     to = html.escape(f"{url}/sign-in#{prefect_auth_string(state)}")
     _write_privately(state.path / PREFECT_SIGN_IN_FILE, f'<meta http-equiv="refresh" content="0; url={to}">')
-    command = [sys.executable, "-m", "flows._prefect.server", "server", "start"]
+    command = [sys.executable, "-P", "-m", "roundhouse_flows._prefect.server", "server", "start"]
     return Launch(
         [*command, "--host", LOOPBACK, "--port", str(ports["http"])],
         url,
@@ -83,7 +84,7 @@ def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
         {
             **prefect_client(state, ports["http"]),
             "PREFECT_SERVER_API_AUTH_STRING": prefect_auth_string(state),
-            # Without it the memo store goes to the home directory, whatever PREFECT_HOME says.
+            # Otherwise the memo store is in the home directory, whatever PREFECT_HOME is.
             "PREFECT_SERVER_MEMO_STORE_PATH": str(state.path / "prefect" / "memo.toml"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
@@ -103,14 +104,14 @@ def prefect_client(state: StateDirectory, port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
         "PREFECT_API_AUTH_STRING": prefect_auth_string(state),
         "PREFECT_HOME": str(state.path / "prefect"),
-        # This server has none of these tokens, and each new client, one an iteration, would ask for one first.
+        # This server has none of these tokens, and each new client, one per iteration, would request one first.
         "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
 
 
 def prefect_auth_string(state: StateDirectory) -> str:
-    """What Prefect's API and page of this state directory ask for: `user:password`."""
+    """Return the credentials for Prefect's API and page of this state directory: `user:password`."""
     return _secret(state.path / PREFECT_AUTH_FILE, "roundhouse:")
 
 
@@ -120,9 +121,13 @@ def _mlflow(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     artifacts.mkdir(parents=True, exist_ok=True)
     command = [_tool("mlflow"), "server", "--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(artifacts), "--workers", "1"]
+    # uvicorn imports from this directory first, by default the working directory
+    command += ["--uvicorn-opts", f"--app-dir {shlex.quote(str(home))}"]
     command += ["--host", LOOPBACK, "--port", str(ports["http"])]
-    # Job execution is eight more processes and two GB for a feature that is not used here.
+    # Job execution is eight more processes and two GB for a feature that is not used here. The command starts its server by
+    # `-m` without `-P`: a file mlflow.py of the working directory would hide the package.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment["PYTHONSAFEPATH"] = "1"
     return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/health", environment)
 
 
@@ -193,13 +198,13 @@ def ray_token(state: StateDirectory) -> str:
 
 
 def _secret(path: Path, prefix: str = "") -> str:
-    """What the file says; made at first use, by one of several processes."""
+    """Return the file's content; the first of several processes makes it."""
     if not path.exists():
-        made = path.with_name(f"{path.name}.{os.getpid()}")
-        _write_privately(made, f"{prefix}{secrets.token_hex(32)}\n")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        _write_privately(temporary, f"{prefix}{secrets.token_hex(32)}\n")
         with contextlib.suppress(FileExistsError):
-            os.link(made, path)
-        made.unlink()
+            os.link(temporary, path)
+        temporary.unlink()
     return path.read_text().strip()
 
 
@@ -210,7 +215,8 @@ def _write_privately(path: Path, text: str) -> None:
 
 
 def ray_base_directory() -> Path:
-    """Where Ray's sockets and HAProxy's go: the temporary directory, or /tmp where that one's path is too long for a socket."""
+    """Return the directory of Ray's and HAProxy's sockets: the temporary directory, or /tmp if its path is too long
+    for a socket."""
     preferred = Path(tempfile.gettempdir())
     return preferred if _fits_socket(preferred / f"rh-{os.getuid()}-{'0' * 8}" / "h") else Path("/tmp")
 
@@ -264,7 +270,7 @@ def head_environment(
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc_fallback_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_replica_port + REPLICA_PORTS - 1),
-        # Serve kills a proxy that is not ready within 5 s, and what waits for that proxy fails; a busy machine needs longer.
+        # Serve kills a proxy that is not ready within 5 s, and its waiters fail; a busy machine needs longer.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # A replica that is killed takes its engine's process with it.
         "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
@@ -272,9 +278,10 @@ def head_environment(
 
 
 def _ray_directory(state: StateDirectory) -> Path:
-    """A short directory for the sockets of Ray and its proxy, with a link from the state directory to Ray's sessions.
+    """Return a short directory for the sockets of Ray and its proxy, with a link from the state directory to Ray's
+    sessions.
 
-    Ray opens its own directory (`r`) to everybody, so it gets one inside of one that is ours alone.
+    Ray opens its own directory (`r`) to all users, so it is placed inside a private one.
     """
     private = ray_base_directory() / f"rh-{os.getuid()}-{_digest(state)[:8]}"
     private.mkdir(mode=0o700, exist_ok=True)
@@ -296,22 +303,22 @@ def _digest(state: StateDirectory) -> str:
 
 
 def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
-    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", "--host", LOOPBACK]
-    # The contract has no health route: any answer that is not a server error shows that it serves.
+    command = [sys.executable, "-P", "-m", "roundhouse.compat.nemo_gym.servers.resources", "--host", LOOPBACK]
+    # The contract has no health route: any answer except a server error shows that it serves.
     return Launch(
         [*command, "--port", str(ports["http"])], f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500
     )
 
 
 def _deployments(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
-    command = [sys.executable, "-m", "flows.serve", str(state.path), "--port", str(ports["http"])]
-    # It says 503 while its Prefect server is away. That is no reason to restart it, which would end the runs that it serves.
+    command = [sys.executable, "-P", "-m", "roundhouse_flows.serve", str(state.path), "--port", str(ports["http"])]
+    # It answers 503 while its Prefect server is unreachable, which must not restart it and end its runs.
     return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/health", healthy_below=600)
 
 
 SERVICE_SPECS: dict[str, ServiceSpec] = {
     "prefect": ServiceSpec(("http",), _prefect),
-    # No run waits for it: one that is slow to start had better start late than never.
+    # No run waits for it, so a late start is better than none.
     "mlflow": ServiceSpec(("http",), _mlflow, start_seconds=1800.0),
     "ray": ServiceSpec(
         (
@@ -339,20 +346,21 @@ SERVICE_SPECS: dict[str, ServiceSpec] = {
 
 
 def _tool(name: str) -> str:
-    """The command of this very environment, whatever PATH says."""
+    """Return the command of this environment, independent of PATH."""
     return str(Path(sys.executable).parent / name)
 
 
 def service_environment(service: str, launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a service's process: the caller's (credentials, thread counts), with what its spec fixes.
+    """Return the environment of a service's process: the caller's (credentials, thread counts), with the spec's
+    variables.
 
-    Settings of a Prefect or MLflow server of the caller's are left out: ours keeps its data in the state directory.
+    Settings of a caller's own Prefect or MLflow server are removed: ours keeps its data in the state directory.
     """
     foreign = f"{service.upper()}_" if service in ("prefect", "mlflow") else None
-    kept = {key: value for key, value in base.items() if foreign is None or not key.startswith(foreign)}
+    own = {key: value for key, value in base.items() if foreign is None or not key.startswith(foreign)}
     source_root = str(Path(__file__).resolve().parents[2])
     paths = [source_root, *(path for path in base.get("PYTHONPATH", "").split(os.pathsep) if path)]
-    return {**kept, **with_no_proxy(base), "PYTHONPATH": os.pathsep.join(paths), **launch.environment}
+    return {**own, **with_no_proxy(base), "PYTHONPATH": os.pathsep.join(paths), **launch.environment}
 
 
 def with_no_proxy(environment: Mapping[str, str]) -> dict[str, str]:

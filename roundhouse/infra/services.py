@@ -1,17 +1,18 @@
-"""The services a run needs on this machine: Prefect, MLflow, Ray, and a resources server where wanted.
+"""The services that a run needs on this machine: Prefect, MLflow, Ray, and a resources server if configured.
 
-Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, also none of a supervisor that
-was killed. Both may be called any number of times. A service runs as long as it has a holder: a person (`up` without an
-owner, ended by `down`), or a process (`owner`), which loses it by ending, however it ends.
+Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, even of a killed
+supervisor. Both may be called repeatedly. A service runs as long as it has a holder: a person (`up` without an owner,
+ended by `down`), or a process (`owner`), whose end releases it.
 
     with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
         os.environ.update(services.environment())
         ...                       # Ray ends here; the pages stay. On an exception or Ctrl-C, everything ends.
 
-`services_of` is that for one run: its engine is then this run's alone, and the start of MLflow, a view, is not waited for.
+`services_of` does that for one run: its engine then belongs to this run, and the start of MLflow, a view, is not
+awaited.
 
-The engine answers with one run's weights, so one process at a time has it (`engine_lock`): another waits until that process
-returns it or is gone.
+The engine answers with one run's weights, so only one process at a time has it (`engine_lock`): another waits until
+that process returns it or is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,16 +50,16 @@ log = logging.getLogger(__name__)
 DEFAULT_STATE_DIRECTORY = Path(".roundhouse/services")
 DEFAULT_SERVICES = ("prefect", "mlflow", "ray")
 STANDING_SERVICES = ("prefect", "mlflow", "deployments")
-"""What a person leaves running. Ray comes and goes with the run that needs it, and takes its engine along."""
+"""Services that a person leaves running. Ray is started and ended with the run that needs it and its engine."""
 DEFAULT_TIME_LIMIT = 300.0
 COMING = ("starting", "restarting", "ready")
 
 
 def server_arguments(infra: LocalInfra | KubernetesInfra) -> dict[str, list[str]]:
-    """Arguments of the servers: the database of its own that the configuration names for one, else none.
+    """Return arguments of the servers: the configured separate database of each, else none.
 
     Raises:
-        ConfigError: the driver for it is not installed.
+        ConfigError: its driver is not installed.
     """
     arguments: dict[str, list[str]] = {"prefect": [], "mlflow": []}
     if not isinstance(infra, LocalInfra):
@@ -76,7 +77,7 @@ def server_arguments(infra: LocalInfra | KubernetesInfra) -> dict[str, list[str]
 
 
 def state_directory(config: RunConfig) -> Path:
-    """Where a run's services live."""
+    """Return the state directory of a run's services."""
     return Path(config.infra.state) / "services"
 
 
@@ -93,7 +94,7 @@ class Services:
 
     @property
     def prefect_auth_string(self) -> str:
-        """`user:password` for Prefect's API; what its page asks for as a password."""
+        """Return `user:password` for Prefect's API; its page asks for it as a password."""
         return prefect_auth_string(self.state)
 
     @property
@@ -103,7 +104,7 @@ class Services:
 
     @property
     def mlflow_url(self) -> str:
-        """Where MLflow answers, or will: the address is known before it is up."""
+        """Return MLflow's address, which is known before it is up."""
         return self.records["mlflow"].url if self.is_coming("mlflow") else self._ready("mlflow").url
 
     @property
@@ -117,7 +118,8 @@ class Services:
 
     @property
     def serve_port(self) -> int:
-        """Set aside for Serve's HTTP proxy. Nothing listens until a Serve configuration names it in its `http_options`."""
+        """Return the port reserved for Serve's HTTP proxy. It is unused until a Serve configuration names it in its
+        `http_options`."""
         return self._ready("ray").ports["serve"]
 
     @property
@@ -143,7 +145,7 @@ class Services:
         return name in self.records and self.records[name].status == "ready"
 
     def is_coming(self, name: str) -> bool:
-        """Whether it is up or about to be, at an address that stays."""
+        """Return whether it is up or starting, at a fixed address."""
         return name in self.records and self.records[name].status in COMING and self.records[name].url != ""
 
     def _ready(self, name: str) -> ServiceRecord:
@@ -164,35 +166,35 @@ def up(
     time_limit: float = DEFAULT_TIME_LIMIT,
     on_progress: Progress | None = None,
 ) -> Services:
-    """Make the services run and wait until they are healthy; those that run already are only checked.
+    """Start the services and wait until they are healthy; running ones are only checked.
 
     Args:
-        owner: number of the process to which they belong. None: they stay until `down`.
-        ports: insist on ports, by service (`prefect`) or service and port name (`ray.serve`).
-        arguments: more arguments of a service's command, by service. One that is not named is taken as it runs.
-        unawaited: those of the services that are not waited for; they may come up later, or never.
+        owner: number of the owning process. None: they stay until `down`.
+        ports: fixed ports, by service (`prefect`) or service and port name (`ray.serve`).
+        arguments: more arguments of a service's command, by service. Others run as they are.
+        unawaited: services that are not awaited; they may start later, or never.
         time_limit: seconds until all are healthy on an idle machine; a busy one gets more (`roundhouse.cpu.slowness`).
-        on_progress: called with a service's record whenever its status changed.
+        on_progress: called with a service's record at each change of its status.
 
     Raises:
-        InfraError: a port is in use, a service did not start (with the end of its log), or the time is over. What this call
-            started has then been ended again.
+        InfraError: a port is in use, a service did not start (with the end of its log), or the time is over. Services
+            that this call started have then been ended again.
     """
     holder = ServiceHolder("user") if owner is None else ServiceHolder.of_process(owner)
     # {"prefect": 4200, "ray.serve": 8000} -> {"prefect": {"http": 4200}, "ray": {"serve": 8000}}
-    found: dict[str, dict[str, int]] = {}
+    fixed_ports: dict[str, dict[str, int]] = {}
     for key, port in (ports or {}).items():
         name, _, port_name = key.partition(".")
         (name,) = lease_client.known([name])
         port_name = port_name or SERVICE_SPECS[name].ports[0]
         if port_name not in SERVICE_SPECS[name].ports:
             raise InfraError(f"{name} has no port {port_name!r}. It has: {', '.join(SERVICE_SPECS[name].ports)}.")
-        found.setdefault(name, {})[port_name] = port
+        fixed_ports.setdefault(name, {})[port_name] = port
     wish = LeaseRequest(
         StateDirectory(state_dir),
         holder,
         lease_client.known(tuple(services)),
-        found,
+        fixed_ports,
         arguments or {},
         unawaited,
     )
@@ -201,7 +203,7 @@ def up(
 
 
 def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str] | None = None) -> list[str]:
-    """End the services (None: all), with any holder, and everything they started. Returns those that ran.
+    """End the services (None: all), whatever their holders, and everything they started. Return those that ran.
 
     Raises:
         InfraError: a process could not be ended.
@@ -212,7 +214,7 @@ def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str
 
 
 def status(state_dir: str | Path = DEFAULT_STATE_DIRECTORY) -> Services:
-    """What runs now, by the supervisor's word; without a live supervisor nothing counts as running."""
+    """Return running services from the supervisor's record; without a live supervisor, none."""
     state = StateDirectory(state_dir)
     records = state.running().services if state.path.exists() else {}
     if records and not state.supervised():
@@ -232,10 +234,10 @@ def local_services(
     time_limit: float = DEFAULT_TIME_LIMIT,
     on_progress: Progress | None = None,
 ) -> Iterator[Services]:
-    """The services for the time of a block, owned by this process.
+    """Run the services during a block, owned by this process.
 
     At a normal end the services of `keep` stay up until `down` or the next run; the others end. On an exception (Ctrl-C
-    too) all end, except what has another holder. If this process is killed, the supervisor ends them.
+    too) all end, except those with another holder. If this process is killed, the supervisor ends them.
     """
     names = tuple(services)
     if not names:
@@ -261,8 +263,8 @@ def local_services(
 
 
 def needed_services(config: RunConfig) -> tuple[str, ...]:
-    """The local services that a run uses: no Ray where its engine is named, is its trainer or runs already, no MLflow where it
-    tracks elsewhere or nothing, and in a cluster no Prefect where there is a server already."""
+    """Return the local services of a run: without Ray if its engine is named, is its trainer or runs already, without
+    MLflow if it tracks elsewhere or nothing, and in a cluster without Prefect if a server exists."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
     unused = set()
     if config.generation.engine_url is not None or config.generation.backend in IN_FLOW:
@@ -276,14 +278,15 @@ def needed_services(config: RunConfig) -> tuple[str, ...]:
 
 
 def has_engine_here(config: RunConfig) -> bool:
-    """Whether the run's policy answers by the engine of its local services. Offline training without evaluation needs none."""
+    """Return whether the engine of the run's local services serves its policy. Offline training without evaluation
+    needs none."""
     answers = config.offline is None or config.offline.evaluate
     return answers and "ray" in needed_services(config)
 
 
 @contextmanager
 def services_of(config: RunConfig) -> Iterator[Services]:
-    """Start what the run needs and is not up, and set the environment of this process for it."""
+    """Start the run's missing services, and set the environment of this process for them."""
     set_up_observability()
     states: dict[str, str] = {}
 
@@ -291,42 +294,63 @@ def services_of(config: RunConfig) -> Iterator[Services]:
         states[record.name] = record.status
         announce("services", text=", ".join(f"{name} {status}" for name, status in states.items()))
 
-    wanted = needed_services(config)
-    kept = ("prefect", "mlflow")
+    needed = needed_services(config)
+    standing = ("prefect", "mlflow")
     with (
         about(run=config.run_id),
         local_services(
             state_directory(config),
-            wanted,
-            keep=kept,
+            needed,
+            keep=standing,
             unawaited=("mlflow",),
-            arguments={name: each for name, each in server_arguments(config.infra).items() if name in wanted},
+            arguments={name: each for name, each in server_arguments(config.infra).items() if name in needed},
             time_limit=config.infra.start_timeout_seconds
             if isinstance(config.infra, LocalInfra)
             else DEFAULT_TIME_LIMIT,
             on_progress=on_progress,
         ) as services,
         engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),
+        ExitStack() as resources,
     ):
-        if "mlflow" in wanted and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if "mlflow" in needed and "KUBERNETES_SERVICE_HOST" in os.environ:
             log.warning(
                 "MLflow runs in this pod and is lost with it. Set tracking.uri or MLFLOW_TRACKING_URI to a server that stays; "
                 "`roundhouse runs track %s` writes a run to another one later.",
                 config.run_id,
             )
         own_tracking = {"MLFLOW_TRACKING_URI": uri} if (uri := os.environ.get("MLFLOW_TRACKING_URI")) else {}
-        os.environ.update(services.environment() | own_tracking)
-        # Their logs go to Prefect and to files; the terminal shows the run.
-        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        resources.enter_context(_environment(QUIET | os.environ | services.environment() | own_tracking))
         pages: dict[str, str] = {}
-        if "prefect" in wanted:
+        if "prefect" in needed:
             pages = {"prefect": services.prefect_ui_url, "prefect_sign_in": services.prefect_sign_in_url}
         pages |= {"mlflow": services.mlflow_url} if services.is_coming("mlflow") else {}
         announce("pages", **pages)
         yield services
+
+
+QUIET = {
+    # The logs go to Prefect and to files; the terminal shows the run.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Environment of a run, if the user has not set it."""
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment for the block, so that no later run meets the services of this one."""
+    before = {name: os.environ.get(name) for name, value in variables.items() if os.environ.get(name) != value}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 LOOK_SECONDS = 0.5
@@ -359,5 +383,5 @@ def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
         yield
     finally:
         if not had_already:
-            with contextlib.suppress(FileNotFoundError), state.lock():  # a directory that is gone has no engine
+            with contextlib.suppress(FileNotFoundError), state.lock():  # a missing directory has no engine
                 state.write_engine_use(None)

@@ -1,11 +1,11 @@
-"""Files of the local services: their leases (`wanted.json`) and what runs (`services.json`).
+"""Files of the local services: their leases (`wanted.json`) and their state (`services.json`).
 
-Invariant: a service is wanted exactly as long as there is a lease on it. Clients write leases under the state lock;
-only the supervisor writes what runs, and it holds `supervisor.lock` as long as it lives, so that "is it alive" never
-relies on a process number alone, which may have been reused.
+Invariant: a service is wanted exactly as long as it has a lease. Clients write leases under the state lock; only the
+supervisor writes the services' state, and it holds `supervisor.lock` during its life, because a process number alone
+may have been reused.
 
     <state>/wanted.json      leases: service -> holders, fixed ports, arguments, number of the newest request
-    <state>/services.json    what runs: process, ports, addresses, log, status; ports stay on record after a stop
+    <state>/services.json    running services: process, ports, addresses, log, status; ports stay on record after a stop
     <state>/engine.json      the run whose turn it is with the engine of these services
     <state>/handover.json    environment of the newest request, readable by the owner alone, removed once taken over
     <state>/ray_token        secrets of Ray's cluster and of Prefect's API, readable by the owner alone
@@ -35,7 +35,7 @@ Status = Literal["starting", "ready", "restarting", "failed", "stopping", "stopp
 
 @dataclass(frozen=True, slots=True)
 class ServiceHolder:
-    """Who wants a service: a person (`user`), a run that ended and left the pages up (`kept`), or a live process."""
+    """Holder of a service: a person (`user`), an ended run that left the pages up (`kept`), or a live process."""
 
     kind: Literal["user", "kept", "process"]
     pid: int = 0
@@ -59,7 +59,7 @@ class ServiceHolder:
 
 @dataclass(slots=True)
 class ServiceLease:
-    """What is wanted of one service."""
+    """Leases and settings of one service."""
 
     holders: list[ServiceHolder]
     asked: int
@@ -80,7 +80,7 @@ class WantedServices:
 
 @dataclass(slots=True)
 class ServiceRecord:
-    """What is known of one service."""
+    """State of one service."""
 
     name: str
     status: Status = "stopped"
@@ -107,7 +107,7 @@ class ServiceRecord:
 
 @dataclass(slots=True)
 class RunningServices:
-    """What the supervisor reports."""
+    """The supervisor's report."""
 
     supervisor_pid: int = 0
     boot_id: str = ""
@@ -116,7 +116,7 @@ class RunningServices:
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """Whose turn it is with the engine."""
+    """Present user of the engine."""
 
     run_id: str
     holder: ServiceHolder

@@ -1,10 +1,11 @@
 """The small process that keeps the local services: `python -m roundhouse.infra.supervisor <state directory>`.
 
-Invariant: leases decide what runs. A service with a live holder is kept running; one without is ended; a holder
-that is a process loses its leases the moment that process is gone, even by SIGKILL. With no lease left, or on SIGTERM, the
-supervisor ends everything and itself. There is one supervisor a state directory.
+Invariant: leases decide which services run. A service with a live holder is kept running; one without is ended; a
+process loses its leases the moment it is gone, even by SIGKILL. Without leases, or on SIGTERM, the supervisor ends
+everything and itself. A state directory has one supervisor.
 
-It imports the standard library and psutil only: it stays as long as the services do, and should cost next to nothing.
+It imports only the standard library and psutil, because it stays as long as the services do and should cost next to
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
 LOOK_SECONDS = 0.04
-"""How often a tick looks for new leases, which take effect at once."""
+"""Interval at which a tick checks for new leases, which take effect at once."""
 ORPHAN_GRACE_SECONDS = 3.0
 
 
@@ -51,9 +52,9 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)
         while not stop.is_set():
             seen = self.state.wishes_changed()
-            wanted = self._current_wishes()
-            self._follow(wanted)
-            if not wanted.services and not self.tasks and self._retire(supervision):
+            leases = self._current_wishes()
+            self._follow(leases)
+            if not leases.services and not self.tasks and self._retire(supervision):
                 return
             until = time.monotonic() + TICK_SECONDS
             while time.monotonic() < until and self.state.wishes_changed() == seen and not stop.is_set():
@@ -62,9 +63,9 @@ class Supervisor:
         log.info("told to stop")
         if self.state.path.exists():
             with self.state.lock():
-                wanted = self.state.wanted()
-                wanted.services = {}
-                self.state.write_wanted(wanted)
+                leases = self.state.wanted()
+                leases.services = {}
+                self.state.write_wanted(leases)
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -73,20 +74,20 @@ class Supervisor:
         """The leases of live holders; none if the state directory is gone."""
         if not self.state.path.exists():
             return WantedServices()
-        wanted = self.state.wanted()
-        if all(holder.alive() for lease in wanted.services.values() for holder in lease.holders):
-            return wanted
+        leases = self.state.wanted()
+        if all(holder.alive() for lease in leases.services.values() for holder in lease.holders):
+            return leases
         with self.state.lock():
-            wanted = self.state.wanted()
-            for lease in wanted.services.values():
+            leases = self.state.wanted()
+            for lease in leases.services.values():
                 lease.holders = [holder for holder in lease.holders if holder.alive()]
-            wanted.services = {name: lease for name, lease in wanted.services.items() if lease.holders}
-            self.state.write_wanted(wanted)
-        log.info("a holder is gone; still wanted: %s", ", ".join(wanted.services) or "nothing")
-        return wanted
+            leases.services = {name: lease for name, lease in leases.services.items() if lease.holders}
+            self.state.write_wanted(leases)
+        log.info("a holder is gone; still wanted: %s", ", ".join(leases.services) or "nothing")
+        return leases
 
     def _follow(self, wanted: WantedServices) -> None:
-        """Start what is wanted and not kept, end what is kept and not wanted."""
+        """Start wanted services, end unwanted ones."""
         for name, task in list(self.tasks.items()):
             if task.done():
                 del self.tasks[name]
@@ -94,7 +95,7 @@ class Supervisor:
                     log.error("%s: the monitor failed", name, exc_info=error)
             elif name not in wanted.services and not task.cancelling():
                 task.cancel()
-        # At every request, also one that starts nothing: what was handed over holds secrets and must not lie about.
+        # At every request, even one that starts nothing: the handover holds secrets and must not stay on disk.
         if handed := self.state.take_over():
             self.environment, self.directory = handed
         for name, lease in wanted.services.items():
@@ -126,7 +127,7 @@ class Supervisor:
                 self.monitors[name].ask(lease.asked)
 
     def _retire(self, supervision: TextIO) -> bool:
-        """Give up supervision, unless a lease came in at the last moment. Under the lock, so that none is overlooked."""
+        """End supervision, unless a lease arrived at the last moment. Holds the lock, so that none is missed."""
         if not self.state.path.exists():
             return True
         with self.state.lock():

@@ -1,1 +1,1 @@
-"""Work that runs elsewhere: in a process of its own."""
+"""Launchers: programs in separate processes, on this machine or others."""

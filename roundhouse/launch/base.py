@@ -1,8 +1,8 @@
-"""Programs that run elsewhere: what a launcher is, and what it is given.
+"""The launcher interface, and the programs that launchers run.
 
-Invariant: wherever a program runs, it does the same with the same spec, which it reads at its place and beside which it leaves
-its report or its error. `Launcher.run` returns when the program has ended well, and leaves none running: it starts the program,
-passes on what it says, and ends it when it is not wanted any more.
+Invariant: a program does the same wherever it runs: it reads its spec at its place and leaves its report or its error
+there. `Launcher.run` returns after the program has ended successfully, and leaves none running: it starts the program,
+passes on its output, and ends it when it is not wanted any more.
 
     training step     ranks of one model, a report a step            train.service.launcher
     shard             a worker of a collection, a report a shard     rollout.distribution.launcher
@@ -11,7 +11,7 @@ passes on what it says, and ends it when it is not wanted any more.
     with open_launcher("subprocess", "train.service.launcher", run) as launcher:
         place = launcher.run(program, log.info, threading.Event())
 
-A launcher is one class, named in `roundhouse.config.section.LAUNCHERS` or by a run as `module:Class`.
+A launcher is one class, found by the name of its plug-in, or named by a run as `module:Class`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel
 
-from roundhouse.config.section import LAUNCHERS
-from roundhouse.imports import load_class
+from roundhouse import plugins
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import ERROR, REPORT, SPEC
@@ -46,9 +45,9 @@ class GroupMember:
 
     machines: int
     machine: int
-    """From 0, where ranks begin."""
+    """Number of the machine; ranks start at machine 0."""
     address: str
-    """Of machine 0, where they meet."""
+    """Address of machine 0, the meeting point."""
     port: int
 
 
@@ -63,73 +62,74 @@ class Program:
     place: Location
     """Directory for the spec, and for the report or the error that the program leaves."""
     place_field: str
-    """Of the spec, that names the place."""
+    """Field of the spec that names the place."""
     stage: str
-    """Whose activity it is, and whose pods: `train` or `collect`."""
+    """Stage of the activity and the pods: `train` or `collect`."""
     timeout_seconds: float
     timeout_key: str
-    """Of the configuration, to raise when it takes longer."""
+    """Configuration key of the time limit, for the error."""
     ranks: int = 1
     """On each of its machines."""
     group: GroupMember | None = None
-    """Where it is one of several machines', set by a launcher that starts it on them."""
+    """Its machine among several, set by a launcher that starts it on them."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those that every program of its launcher has."""
+    """Variables in addition to those of every program of its launcher."""
     iteration: int = 0
     kind: str = "train"
-    """Of the stage."""
+    """Kind of the stage."""
     stage_uri: str = ""
     """The stage's directory."""
     label: str = ""
-    """Which part of its stage it does, where several programs do it."""
+    """Its part of the stage, if several programs share it."""
     digest: str = ""
-    """Of all that it depends on: a launcher whose programs outlive this process finds it again by it."""
+    """Digest of all its dependencies, by which a launcher finds a program that outlived this process."""
     after: str = ""
     """Digest of the report that lay at its place before, which is not its own."""
     stays: bool = False
     """It serves until it is ended, and belongs to the process that had it started: a program that another one left is ended."""
     is_progress: Callable[[str], bool] | None = None
-    """Whether a line says that it is at work; until then it may be silent while it waits for a machine. None: it says little,
-    and may be silent until its time is over."""
+    """Returns whether a line shows that it is at work; until then it may be silent while it waits for a machine. None:
+    it logs little, and may be silent until its time limit."""
 
     def prepare(self, place: Location | None = None) -> None:
-        """Write down what the program reads, and forget the error of an earlier one."""
+        """Write the program's spec, and delete an earlier program's error."""
         place = place or self.place
         placed = self.spec.model_copy(update={self.place_field: place.uri})
         place.write(SPEC, placed.model_dump_json().encode())
         place.delete(ERROR)
 
     def has_report(self) -> bool:
-        """Whether the program has left its report, and it is there still."""
+        """Return whether the program's report exists."""
         try:
-            found = self.place.read(REPORT)
+            content = self.place.read(REPORT)
         except NotFound:
             return False
-        return hashlib.sha256(found).hexdigest() != self.after
+        return hashlib.sha256(content).hexdigest() != self.after
 
 
 class Launcher(ABC):
     """Starts programs of one stage, watches and ends them; usable from several threads."""
 
     same_machine: ClassVar[bool] = False
-    """Whether its programs see this machine's files and its loopback interface."""
+    """Whether its programs can use this machine's files and its loopback interface."""
     ending_seconds: float = 10.0
-    """How long programs may take to end after they are asked to."""
+    """Time that programs have to end after the request."""
     waiting_seconds: float = 0.0
-    """How long a program may wait for its machines before it starts, beyond its own time."""
+    """Time that a program may wait for its machines before it starts, in addition to its own limit."""
 
     def __init__(self, run: Run | None) -> None:
-        """`run` is the run whose stage starts the programs; None for one that needs none."""
+        """Create the launcher. `run` is the run whose stage starts the programs; None if none is needed."""
 
     def expect(self, programs: Sequence[Program]) -> None:
-        """All programs of a stage, before the first is run. What the stage began earlier and is not among them is ended."""
+        """Announce all programs of a stage before the first is run. Earlier programs of the stage that are not among
+        them are ended."""
 
     @abstractmethod
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
-        """Have the program run to its end; the place where it left its report.
+        """Run the program to its end and return the place of its report.
 
         Args:
-            said: given each line that the program says, and what it waits for.
+            said: receives each output line of the program, and the reasons for waiting.
             stopped: once set, the program is ended.
 
         Raises:
@@ -139,7 +139,7 @@ class Launcher(ABC):
         """
 
     def caches(self, own: Path) -> dict[str, object]:
-        """Fields of a spec: where its program keeps what it downloads. `own` is this process's cache."""
+        """Return the spec's fields for the program's download cache. `own` is this process's cache."""
         return {"cache": str(own)}
 
     def metrics(self) -> dict[str, float]:
@@ -147,7 +147,7 @@ class Launcher(ABC):
         return {}
 
     def close(self) -> None:
-        """Let go of what it holds; no program runs any more."""
+        """Release resources; no program is running any more."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,14 +159,14 @@ class Launcher(ABC):
 
 
 def open_launcher(name: str, key: str, run: Run | None) -> Launcher:
-    """The launcher of this name.
+    """Open the launcher of this name.
 
     Args:
-        name: one of `LAUNCHERS`, or `module:Class`.
+        name: of a plug-in, or `module:Class`.
         key: the configuration key that names it, for the error.
 
     Raises:
-        ConfigError: there is no such class.
-        InfraError: the machines where it starts programs cannot be reached.
+        ConfigError: the class does not exist.
+        InfraError: its machines cannot be reached.
     """
-    return load_class(LAUNCHERS.get(name, name), Launcher, key)(run)
+    return plugins.chosen("launcher", name, Launcher, key)(run)

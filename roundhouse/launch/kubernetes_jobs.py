@@ -29,7 +29,7 @@ from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import SPEC, read_error
 
 _LABEL_LENGTH = 20
-"""Of a stage's kind in a Job's name."""
+"""Length of a stage's kind in a Job's name."""
 
 
 class KubernetesLauncher(Launcher):
@@ -78,7 +78,7 @@ class KubernetesLauncher(Launcher):
         self._cluster.close()
 
     def _train(self, program: Program, said: Say, stopped: threading.Event) -> Location:
-        """Each try has a place of its own: several pods may have left something at the one before."""
+        """Each try has a new place: several pods may have left files at the previous one."""
         service = self._run.config.train.service
         assert isinstance(service, ProcessService | ResidentService), "the kinds that have a launcher"
         plan = TrainJob(

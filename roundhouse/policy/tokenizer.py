@@ -1,38 +1,25 @@
-"""A small tokenizer, trained on an environment's demonstrations.
+"""A small tokenizer, trained on an environment's demonstrations, with a short chat template.
 
-Invariants: every number from 0 to 99, and every longer one that the demonstrations repeat, is one token everywhere,
-so that copying a number is copying a token; fixed stretches of text (the JSON of a tool call, the tools in the prompt) are
-one token or few; any text survives encoding and decoding, because single bytes are tokens too.
+Invariants: every number from 0 to 99, and every longer one that the demonstrations repeat, is one token everywhere, so
+that copying a number is copying a token. Fixed text (the JSON of a tool call, the tools in the prompt) is one token or
+few. Any text survives encoding and decoding, because single bytes are tokens too. With a token for each digit, a model
+of this size does not learn to copy in minutes (docs/policies.md).
 
-Why it matters: with a token for each digit, a model of this size does not learn to copy in minutes (docs/policies.md).
+`<tool_call>` and the like are tokens but not "special", because decoding drops special tokens, and tool calls could not
+be parsed. `<|im_start|>` and `<|im_end|>` are special; the latter ends a turn.
 
-`<tool_call>` and its like are tokens of their own but not "special": special tokens are dropped when generated text is decoded,
-and then no tool call could be parsed. `<|im_start|>` and `<|im_end|>` are special; the latter ends a turn.
-
-The chat template: Hermes tool calls in ChatML, short enough for a tiny model. Rendering only ever appends. With P =
-render(messages, add_generation_prompt) and G what the policy then generated, rendering messages + [the message parsed from G]
-+ anything begins with exactly P + G, if G is canonical: tool calls with JSON spaced as `json.dumps` does it. (For other G the
-engine keeps the recorded tokens; see `roundhouse.generation.protocol`.)
+The chat template writes Hermes tool calls in ChatML. Rendering only appends: with P = render(messages,
+add_generation_prompt) and a canonical generation G, rendering messages + [the message parsed from G] + anything begins
+with P + G. (For other G the engine keeps the recorded tokens; see `roundhouse.generation.protocol`.)
 
     <|im_start|>system
     <tools>
     {"name": "calculate", "parameters": {"expression": "string"}}
     </tools><|im_end|>
-    <|im_start|>user
-    What is 3*4+5?<|im_end|>
-    <|im_start|>assistant
-    <tool_call>
-    {"name": "calculate", "arguments": {"expression": "3*4"}}
-    </tool_call><|im_end|>
-    <|im_start|>user
-    <tool_response>
-    12
-    </tool_response><|im_end|>
-    <|im_start|>assistant
 
-Of a tool's schema only the names and types of its arguments are shown: a policy trained from nothing cannot read
-descriptions, and each token of the prompt costs time in every turn. Every tool result is a block of its own, so that a second
-one appends. Content and tool call stand together without a separator, since the parser drops none.
+A tool's schema is reduced to the names and types of its arguments, because a policy trained from nothing cannot read
+descriptions, and each prompt token costs time. Every tool result is a separate block, so that a second one appends.
+Content and tool call have no separator, because the parser drops none.
 """
 
 from __future__ import annotations
@@ -119,6 +106,27 @@ def render(
 
 
 CHAT_TEMPLATE = r"""
+{%- macro fields(properties) -%}
+    {{- '{' -}}
+    {%- for name, schema in properties.items() -%}
+        {{- (', ' if not loop.first else '') ~ '"' ~ name ~ '": ' ~ kind(schema) -}}
+    {%- endfor -%}
+    {{- '}' -}}
+{%- endmacro -%}
+{%- macro kind(schema) -%}
+    {%- set choices = schema.get('anyOf') or schema.get('oneOf') or [] if schema is mapping else [] -%}
+    {%- set item = schema.get('items') if schema is mapping else none -%}
+    {%- if schema is mapping and schema.get('properties') -%}
+        {{- fields(schema['properties']) -}}
+    {%- elif choices -%}
+        {%- for choice in choices -%}{{- (' | ' if not loop.first else '') ~ kind(choice) -}}{%- endfor -%}
+    {%- elif item is mapping and (item.get('properties') or item.get('items') or item.get('anyOf')) -%}
+        {{- '[' ~ kind(item) ~ ']' -}}
+    {%- else -%}
+        {%- set type = (schema.get('type') if schema is mapping else none) or 'any' -%}
+        {{- '"' ~ (type if type is string else type | join(' | ')) ~ '"' -}}
+    {%- endif -%}
+{%- endmacro -%}
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
 {%- set rest = messages[1:] if messages and messages[0].role == 'system' else messages -%}
 {%- if system or tools -%}
@@ -127,11 +135,8 @@ CHAT_TEMPLATE = r"""
         {{- '<tools>\n' -}}
         {%- for tool in tools -%}
             {%- set function = tool.function if tool.function is defined else tool -%}
-            {{- '{"name": "' ~ function.name ~ '", "parameters": {' -}}
-            {%- for name, schema in ((function.parameters or {})['properties'] or {}).items() -%}
-                {{- (', ' if not loop.first else '') ~ '"' ~ name ~ '": "' ~ (schema['type'] or 'any') ~ '"' -}}
-            {%- endfor -%}
-            {{- '}}\n' -}}
+            {{- '{"name": "' ~ function.name ~ '", "parameters": ' -}}
+            {{- fields((function.parameters or {}).get('properties') or {}) ~ '}\n' -}}
         {%- endfor -%}
         {{- '</tools>' -}}
     {%- endif -%}

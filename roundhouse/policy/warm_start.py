@@ -1,25 +1,26 @@
-"""Make a starting policy from nothing: a tokenizer, a small Qwen3, supervised training on the environment's demonstrations.
+"""Make a starting policy from nothing: a tokenizer, a small Qwen3, supervised training on the environment's
+demonstrations.
 
 Invariants
-- No problem that the environment holds out is ever seen: all demonstrations are of the training split.
-- The loss covers exactly what the assistant says, its end of turn included; never the prompt or a tool's result.
-- The same (config, environment, seed) gives the same files, byte for byte, on one machine with one number of threads.
-- Initial weights are float32 and depend on the configuration, the vocabulary and the seed alone; the caller's random state is
-  left as it was.
-- `directory` is complete or absent: the files are written beside it and moved into place at the end.
+- All demonstrations are of the training split; held-out problems are never used.
+- The loss covers exactly the assistant's text with its end of turn; never the prompt or a tool's result.
+- Equal (config, environment, seed) give equal files, byte for byte, on one machine with one number of threads.
+- Initial weights are float32 and depend only on the configuration, the vocabulary and the seed; the caller's random
+  state is
+  unchanged.
+- `directory` is complete or absent: the files are moved into place at the end.
 
-The demonstrations mix right and wrong procedures (`good_fraction`), and the policy learns the mixture: it can do each step of
-the task, and takes the right ones about as often as they were shown. That is what makes it a starting point for training by
-reward. Measured recipes: docs/policies.md.
+The demonstrations mix right and wrong procedures (`good_fraction`), and the policy learns the mixture: it can do each
+step of the task, and takes the right ones about as often as they were shown. It is therefore a starting point for
+training by reward. Measured recipes: docs/policies.md.
 
 A warm start that was made before on this machine is copied, not trained:
 
-    <state>/cache/warm-starts/<digest>/report.json, files/
+    <cache>/warm-starts/<digest>/report.json, files/
 
-An entry is stored under the digest of everything that determines its bytes: the recipe, the seed, the demonstrations as text,
-this package's code, the libraries, the processor and the number of threads. It is complete or absent (renamed into place), and
-a copy is used only if every file has the digest that was written down. So runs may share the directory at the same time: of two
-that make the same policy one's stays, and a lost or damaged entry is made again.
+The digest covers everything that determines the bytes: the recipe, the seed, the demonstrations as text, this package's
+code, the libraries, the processor and the number of threads. Entries are renamed into place, and used only if every
+file has its recorded digest, so runs may share the directory, and a damaged entry is made again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import without_demonstrations
 from roundhouse.environments.base import TaskSource
-from roundhouse.errors import StoreError
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.generation.tool_schemas import shown_tools
 from roundhouse.imports import lean_transformers
-from roundhouse.policy.tokenizer import TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
+from roundhouse.policy.tokenizer import SPECIAL_TOKENS, TURN_END, TURN_START, blank_tokenizer, render, train_tokenizer
+from roundhouse.pretrained import without_progress_bars
 from roundhouse.rollout.responses import chat_tools
 from roundhouse.store.location import file_digests
 from roundhouse.store.stage import sha256
@@ -55,12 +58,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
-KEPT = 8
+KEPT = 64
 """Entries of the cache; the oldest go. One is some megabytes."""
 MAX_POSITIONS = 4096
 MIN_DEMONSTRATIONS, MAX_DEMONSTRATIONS = 2048, 8192
-"""As many demonstrations are made as training takes, within these bounds: the tokenizer needs the first, and longer training
-passes over the second again."""
+"""Number of demonstrations: as many as training takes, within these bounds, because the tokenizer needs the first, and
+longer training repeats the second."""
 OPTIMIZER_WARMUP_STEPS = 30
 FINAL_LEARNING_RATE_SHARE = 0.05
 BETAS = (0.9, 0.98)
@@ -68,12 +71,12 @@ WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
 
 OnProgress = Callable[[int, int, float], None]
-"""Told (step, steps, loss) after each optimizer step."""
+"""Callback with (step, steps, loss) after each optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """What was made."""
+    """Report about a starting policy."""
 
     parameters: int
     vocabulary: int
@@ -85,14 +88,14 @@ class WarmStartReport:
     final_loss: float
     """Mean over the last tenth of the steps, in nats a token. Not near 0: the demonstrations' wrong guesses are random."""
     seconds: float
-    """Of its making; nothing of it was spent where it is `reused`."""
+    """Seconds of its original creation, even if it is `reused`."""
     reused: bool = False
     """Copied from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One demonstration as tokens; `trained` marks those that the loss covers."""
+    """One demonstration as tokens; `trained` marks the tokens of the loss."""
 
     token_ids: list[int]
     trained: list[bool]
@@ -107,13 +110,13 @@ def make_starting_policy(
     on_progress: OnProgress | None = None,
     cache: Path | None = None,
 ) -> WarmStartReport:
-    """Write a complete Hugging Face model directory. `config.seed`, where set, takes precedence over `seed`.
+    """Write a complete Hugging Face model directory. `config.seed`, if set, takes precedence over `seed`.
 
     Args:
-        cache: directory of warm starts that were made before; one that is the same is copied.
+        cache: directory of earlier warm starts; an equal one is copied.
 
     Raises:
-        ConfigError: the environment has no demonstrations.
+        ConfigError: the environment has no demonstrations, or one that spells a control token.
         StoreError: `directory` exists and is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
@@ -147,10 +150,16 @@ def make_starting_policy(
     return report
 
 
-def write_engine_files(config: WarmStartPolicy, environment: TaskSource, seed: int, directory: Path) -> None:
-    """Write what an engine needs to start before the policy is trained: its config and tokenizer, as they will be."""
+def starting_tokenizer(config: WarmStartPolicy, environment: TaskSource, seed: int) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the starting policy, which its demonstrations fix."""
     seed = seed if config.seed is None else config.seed
-    tokenizer = train_tokenizer(_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
+    return train_tokenizer(_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
+
+
+def write_engine_files(config: WarmStartPolicy, environment: TaskSource, seed: int, directory: Path) -> None:
+    """Write the files with which an engine starts before the policy is trained: its final config and tokenizer."""
+    seed = seed if config.seed is None else config.seed
+    tokenizer = starting_tokenizer(config, environment, seed)
     model = make_model(config, tokenizer, derive_seed(seed, "weights"))
     model.config.architectures = [type(model).__name__]  # save_pretrained of a model would set it
     model.config.save_pretrained(directory)
@@ -190,7 +199,7 @@ def make_model(config: WarmStartPolicy, tokenizer: PreTrainedTokenizerFast, seed
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
-    """Rendered conversations as tokens. Trained on: from behind `<|im_start|>assistant\\n` to `<|im_end|>`."""
+    """Encode rendered conversations. Trained tokens are those after `<|im_start|>assistant\\n` up to `<|im_end|>`."""
     end = tokenizer.convert_tokens_to_ids(TURN_END)
     header = tokenizer(f"{TURN_START}assistant\n", add_special_tokens=False)["input_ids"]
     examples = []
@@ -219,7 +228,13 @@ def _texts(config: WarmStartPolicy, environment: TaskSource, seed: int) -> list[
             )
         except NotImplementedError as error:
             raise without_demonstrations(part.name) from error
-        tools = chat_tools(part.tool_schemas())
+        tools = shown_tools(chat_tools(part.tool_schemas()))
+        written = repr((conversations, tools))
+        if spelled := [token for token in SPECIAL_TOKENS if token in written]:
+            raise ConfigError(
+                f"The demonstrations or tools of {part.name} spell {spelled[0]}, a control token of the chat template: the "
+                "policy would learn to end or begin turns there. Remove it from demonstrations()."
+            )
         shown.append([render(blank, conversation, tools) for conversation in conversations])
     in_turn = itertools.zip_longest(*shown)  # the tokenizer is trained on the first of all
     return [text for texts in in_turn for text in texts if text is not None]
@@ -258,8 +273,8 @@ def learning_rate_share(step: int, steps: int) -> float:
     """Share of the peak learning rate: linear warm-up, then linear to `FINAL_LEARNING_RATE_SHARE`."""
     if step < OPTIMIZER_WARMUP_STEPS:
         return (step + 1) / OPTIMIZER_WARMUP_STEPS
-    done = (step - OPTIMIZER_WARMUP_STEPS) / max(1, steps - OPTIMIZER_WARMUP_STEPS)
-    return 1 - (1 - FINAL_LEARNING_RATE_SHARE) * done
+    progress = (step - OPTIMIZER_WARMUP_STEPS) / max(1, steps - OPTIMIZER_WARMUP_STEPS)
+    return 1 - (1 - FINAL_LEARNING_RATE_SHARE) * progress
 
 
 def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
@@ -271,10 +286,10 @@ def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator
 
 
 def _loss(model: Qwen3ForCausalLM, batch: list[Example]) -> tuple[torch.Tensor, int]:
-    """Mean cross-entropy over the trained tokens, and how many they are.
+    """Return the mean cross-entropy over the trained tokens, and their number.
 
-    Padding is on the right, where causal attention of earlier tokens cannot see it: no attention mask is needed. Logits are
-    made only where the loss looks.
+    Padding is on the right, where causal attention of earlier tokens cannot see it, so no attention mask is needed.
+    Logits are computed only for tokens of the loss.
     """
     import torch
 
@@ -291,24 +306,17 @@ def _loss(model: Qwen3ForCausalLM, batch: list[Example]) -> tuple[torch.Tensor, 
 
 
 def _write(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    from transformers.utils import logging
-
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # transformers draws one to write half a megabyte; the caller has its own display
-    try:
+    with without_progress_bars():
         model.save_pretrained(partial)
-    finally:
-        if with_bars:
-            logging.enable_progress_bar()
     tokenizer.save_pretrained(partial)
     partial.replace(directory)
 
 
 def recipe_digest(config: WarmStartPolicy, seed: int, texts: Sequence[str]) -> str:
-    """Of all that decides which bytes a warm start writes."""
+    """Return the digest of everything that determines a warm start's bytes."""
     import torch
 
     code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
@@ -325,7 +333,7 @@ def recipe_digest(config: WarmStartPolicy, seed: int, texts: Sequence[str]) -> s
 
 
 def take_cached(entry: Path, directory: Path) -> dict[str, Any] | None:
-    """Copy an entry into a new directory; its report, or None where there is none that is whole."""
+    """Copy an entry into a new directory and return its report; None if the entry is missing or damaged."""
     partial = directory.with_name(directory.name + ".cached")
     try:
         record = json.loads((entry / "report.json").read_text())
@@ -341,7 +349,7 @@ def take_cached(entry: Path, directory: Path) -> dict[str, Any] | None:
 
 
 def keep_cached(directory: Path, report: dict[str, Any], entry: Path) -> None:
-    """Add a warm start under its digest, and let the oldest go. A directory that cannot be written is no reason to fail."""
+    """Add a warm start under its digest, and remove the oldest. A directory that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=entry.parent, prefix=".partial-"))

@@ -1,24 +1,21 @@
-"""Environment clients: an environment in this process or elsewhere, by configuration.
+"""Environment clients for environments in this process or on a server, and the mixture of several.
 
-Invariant: all clients give the same texts, verdicts and kinds of failure for the same environment, so that where it runs is
-a matter of configuration. What the clients offer is written in `roundhouse.rollout.protocol`. Those of foreign contracts are in
-`roundhouse.compat`, and imported only for a configuration of their kind.
+Invariant: all clients return the same texts, verdicts and kinds of failure for the same environment. The protocols are
+in `roundhouse.rollout.protocol`; clients for foreign contracts are in `roundhouse.compat` and imported only on use.
 
     async with open_environment(config.environment) as environment:
         session = await environment.seed_session(environment.tasks("train")[0])
         result = await session.call_tool("calculate", {"expression": "3*4"})
         verdict = await session.verify(response)
 
-`verdict_on` tries an environment without a policy: what would its verifier say of this answer?
-
-Invariant: the environment sees what it sees in a rollout: a session, tool calls, a Responses object.
+`verdict_on` judges a given answer without a policy. The environment sees the same session, tool calls and Responses
+object as in a rollout.
 
     verdict = await verdict_on(LocalEnvironmentClient(Words()), row, "enigne")
 
-Several environments in one run are one client that hands each rollout to the environment that its task belongs to: the
-`task_id` of every row begins with the name of its environment (`calc/12`), and so do the group and the rollouts of it, wherever
-they are stored, planned or sent; the environment itself sees the row as it wrote it. A row that names no environment of the
-mixture is refused when the mixture is opened, before anything runs.
+A mixture is one client that routes each rollout by the prefix of its `task_id` (`calc/12`). Groups and rollouts keep
+the prefix in plan and store; the environment receives its original row. A row with an unknown prefix is rejected when
+the mixture is opened.
 
     {kind: mixture, environments: {calc: {kind: calculator}, words: {kind: custom, …}}, weights: {calc: 3}}
 """
@@ -30,15 +27,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from roundhouse import plugins
 from roundhouse.config.environments import (
-    CommandEnvironment,
-    CustomEnvironment,
+    EnvironmentConfig,
     MixtureEnvironment,
-    NemoGymEnvironment,
+    RemoteEnvironment,
     SingleEnvironment,
-    WorkerEnvironment,
 )
-from roundhouse.config.models import AgentEnvironment, EnvironmentConfig, RemoteEnvironment
 from roundhouse.environments import first_task, load_any
 from roundhouse.environments.base import (
     Environment,
@@ -54,6 +49,7 @@ from roundhouse.environments.base import (
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, RolloutAttempt, ToolLoop, checked_verdict
 from roundhouse.rollout.conversation import Conversation
+from roundhouse.rollout.hosted import HostedEnvironmentClient, HostedEpisodeClient
 from roundhouse.rollout.plan import WeightedTasks
 from roundhouse.rollout.protocol import (
     Agent,
@@ -66,9 +62,12 @@ from roundhouse.rollout.protocol import (
     StepFailed,
     ToolEnvironment,
     VerifierFailed,
+    call_function,
+    rows_of,
 )
 from roundhouse.rollout.responses import assistant_items, chat_tools, response_object
 from roundhouse.rollout.rubric import JudgedEnvironment
+from roundhouse.user_code import describe_error
 
 
 def tools_of(task: TaskRow | None) -> list[dict[str, Any]]:
@@ -81,7 +80,8 @@ def tools_of(task: TaskRow | None) -> list[dict[str, Any]]:
 
 
 def first_question(config: EnvironmentConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools of the first training task, in chat shape; a word to answer where its rows are elsewhere.
+    """Return messages and tools of the first training task in chat form, or a placeholder question if a server holds
+    the rows.
 
     Raises:
         ConfigError: the environment or its task cannot be made.
@@ -91,10 +91,10 @@ def first_question(config: EnvironmentConfig) -> tuple[list[dict[str, Any]], lis
 
 
 def first_messages(task: TaskRow | None, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """The messages that a rollout of the row begins with, in chat shape; a word to answer where it has none.
+    """Return the initial messages of the row's rollout in chat form, or a placeholder question if it has none.
 
     Args:
-        system_prompt: `rollout.system_prompt`, or that of the row's environment.
+        system_prompt: `rollout.system_prompt`, or the system prompt of the row's environment.
 
     Raises:
         BadTaskRow, UnsupportedItem: the row's input or tools cannot be used.
@@ -105,24 +105,33 @@ def first_messages(task: TaskRow | None, system_prompt: str | None = None) -> li
 
 
 @contextmanager
-def _failing_as(failure: type[DataError], call: str) -> Iterator[None]:
-    """The environment's code ends here: what it raises becomes this failure; those that it raises by their type stay."""
+def _failing_as(failure: type[DataError], call: str, row: TaskRow | None = None) -> Iterator[None]:
+    """Convert an exception of the environment's code to `failure`; let typed failures pass."""
     try:
         yield
     except (InfraError, DataError):
         raise
     except Exception as error:
-        raise failure(f"{call} raised {error!r}") from error
+        raise failure(f"{call} raised {describe_error(error, row)}") from error
 
 
 class _LocalClient(ClosedOnExit):
-    """An environment in this process. Its code runs on the event loop: a call that blocks, blocks all rollouts."""
+    """An environment in this process. Its code runs on the event loop: a call that blocks, blocks all rollouts. So a run uses
+    it for the bounded code of built-in environments alone."""
 
     def __init__(self, environment: Environment | GymnasiumEnvironment) -> None:
         self.name = environment.name
         self.restoration = environment.restoration
         self.compute_metrics = environment.compute_metrics
-        self.tasks = environment.tasks
+        self._source = environment
+
+    def tasks(self, split: Split) -> Sequence[TaskRow]:
+        """Return the task rows of a split.
+
+        Raises:
+            ConfigError: the environment's own code fails.
+        """
+        return rows_of(self._source, split)
 
 
 class LocalEnvironmentClient(_LocalClient):
@@ -135,7 +144,7 @@ class LocalEnvironmentClient(_LocalClient):
         self.agent = ToolLoop()
 
     async def seed_session(self, row: TaskRow) -> EnvironmentSession:
-        with _failing_as(SeedFailed, f"{self.name}: seed_session"):
+        with _failing_as(SeedFailed, f"{self.name}: seed_session", row):
             state = await self._environment.seed_session(row)
         return _LocalSession(self._environment, self._toolbox, row, state)
 
@@ -168,8 +177,8 @@ class _LocalSession:
             return await self._environment.snapshot_session(self._state)
 
     async def verify(self, response: dict[str, Any]) -> Verdict:
-        with _failing_as(VerifierFailed, f"{self._environment.name}: verify"):
-            return await self._environment.verify(self._state, self._row, response)
+        with _failing_as(VerifierFailed, f"{self._environment.name}: verify", self._row):
+            return await call_function(self._environment.verify, self._state, self._row, response)
 
 
 class LocalEpisodeClient(_LocalClient):
@@ -181,7 +190,7 @@ class LocalEpisodeClient(_LocalClient):
         self.agent = GymnasiumLoop()
 
     async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
-        with _failing_as(SeedFailed, f"{self.name}: reset"):
+        with _failing_as(SeedFailed, f"{self.name}: reset", row):
             state, observation = await self._environment.reset(row)
         return _LocalEpisode(self._environment, state), observation
 
@@ -224,53 +233,58 @@ def open_environment(config: EnvironmentConfig, store: str | None = None) -> Env
         ConfigError: it cannot be loaded, or a remote one's URL or task files are wrong, or its rubric cannot be used.
     """
     if isinstance(config, MixtureEnvironment):
-        from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
-
-        files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
-        rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
-        parts = {name: open_environment(each, store) for name, each in config.environments.items()}
-        return MixtureClient(config, parts, rows)
+        return open_mixture(config, store)
     if config.rubric is None and config.audit is None:
         return _open_unjudged(config)
     judged: Any = JudgedEnvironment(_open_unjudged(config), config.rubric, config.audit, store)
     return judged
 
 
+def open_mixture(config: MixtureEnvironment, store: str | None = None) -> EnvironmentClient:
+    """The client of several environments; arguments and errors as of `open_environment`."""
+    from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+
+    files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
+    rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
+    parts = {name: open_environment(each, store) for name, each in config.environments.items()}
+    return MixtureClient(config, parts, rows)
+
+
+def open_remote(config: RemoteEnvironment) -> EnvironmentClient:
+    """The client of a resources server.
+
+    Raises:
+        ConfigError: its URL or task files are wrong.
+    """
+    from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient, RemoteEpisodeClient
+
+    if config.protocol == "gymnasium":
+        return RemoteEpisodeClient.from_config(config)
+    return _with_mcp(RemoteEnvironmentClient.from_config(config), config.mcp_servers)
+
+
 def _open_unjudged(config: SingleEnvironment) -> EnvironmentClient:
-    if isinstance(config, RemoteEnvironment):
-        if config.protocol == "gymnasium":
-            from roundhouse.compat.nemo_gym.clients.resources import RemoteEpisodeClient
-
-            return RemoteEpisodeClient.from_config(config)
-        from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-
-        return _with_mcp(RemoteEnvironmentClient.from_config(config), config.mcp_servers)
-    if isinstance(config, AgentEnvironment):
-        from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient
-
-        return RemoteAgentClient.from_config(config)
-    if isinstance(config, WorkerEnvironment):
-        from roundhouse.compat.nexrl.client import WorkerClient
-
-        return WorkerClient.from_config(config)
-    if isinstance(config, NemoGymEnvironment):
-        from roundhouse.compat.nemo_gym.owned import NemoGymClient
-
-        return NemoGymClient.from_config(config)
-    if isinstance(config, CommandEnvironment):
-        from roundhouse.compat.command import CommandClient
-
-        return CommandClient.from_config(config)
+    if config.elsewhere():
+        client: EnvironmentClient = plugins.factory("environment", config.kind)(config)
+        return client
     environment = load_any(config)
-    servers = config.mcp_servers if isinstance(config, CustomEnvironment) else {}
+    if not config.is_included:
+        return _hosted(config, environment)
     if isinstance(environment, GymnasiumEnvironment):
-        if servers:
-            raise ConfigError(
-                f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
-                "all tool calls itself. Leave it out."
-            )
         return LocalEpisodeClient(environment)
-    return _with_mcp(LocalEnvironmentClient(environment), servers)
+    return LocalEnvironmentClient(environment)
+
+
+def _hosted(config: SingleEnvironment, environment: Environment | GymnasiumEnvironment) -> EnvironmentClient:
+    servers: Mapping[str, str] = getattr(config, "mcp_servers", {})
+    if isinstance(environment, Environment):
+        return _with_mcp(HostedEnvironmentClient(config, environment), servers)
+    if servers:
+        raise ConfigError(
+            f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
+            "all tool calls itself. Leave it out."
+        )
+    return HostedEpisodeClient(config, environment)
 
 
 def _with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolEnvironment:
@@ -282,7 +296,7 @@ def _with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolE
 
 
 async def verdict_on(environment: ToolEnvironment, row: TaskRow, text: str) -> Verdict:
-    """The verdict on a rollout that says `text` and calls no tool.
+    """Return the verdict on a rollout with the single reply `text` and no tool call.
 
     Raises:
         InfraError, DataError: as in a rollout.
@@ -311,19 +325,22 @@ class MixtureClient(ClosedOnExit):
         parts: Mapping[str, EnvironmentClient],
         rows: Mapping[Split, Sequence[TaskRow]],
     ) -> None:
-        """
+        """Map the rows to their environments.
+
         Args:
-            rows: those of `config.train_tasks` and `config.heldout_tasks`, where these are set.
+            rows: rows of `config.train_tasks` and `config.heldout_tasks`, if these are set.
 
         Raises:
-            ConfigError: a row names no environment of the mixture, or an environment whose tasks are drawn has none.
+            ConfigError: a row's prefix is not an environment of the mixture, or a drawn environment has no rows.
         """
         self._config = config
         self._parts = parts
         restorations = {part.restoration for part in parts.values()}
         self.restoration: Restoration = restorations.pop() if len(restorations) == 1 else "none"
         self.agent = MixtureAgent(parts)
-        self._rows = {split: self._by_row(given, f"environment.{split}_tasks") for split, given in rows.items()}
+        self._rows = {
+            split: self._by_row(split_rows, f"environment.{split}_tasks") for split, split_rows in rows.items()
+        }
         if "train" not in self._rows and (empty := [name for name, part in parts.items() if not part.tasks("train")]):
             raise ConfigError(
                 f"environment.environments.{empty[0]} has no training task to draw. Give it some, or leave it out."

@@ -1,30 +1,22 @@
-"""A rollout's conversation as it grows, its model calls joined into turns, and the dialogue inside a budget of tokens.
+"""A rollout's conversation, its model calls joined into turns, and the dialogue within a token budget.
 
-Invariants: each reply and each tool output is converted once, when it comes (chat messages for the engine, Responses items for
-the record, turns for training); nothing is converted again or copied on later turns. No call is made with more `max_new_tokens`
-than the rollout has room for, and each has a seed of its own, derived from the rollout's; a reply that does not fit says so in
-`limit`. A turn holds only the tokens that its prompt adds: where a prompt begins with all tokens of an earlier call, most often
-the one before, the turn continues that call and stores the rest; where it continues none, the turn is a new root and stores its
-whole prompt. Whether a break is allowed is judged later, by validation.
+Invariants: each reply and tool output is converted once, on arrival (chat messages for the engine, Responses items for
+the record, turns for training). No call gets more `max_new_tokens` than the rollout has left; a reply that does not fit
+sets `limit`. Each call has a seed derived from the rollout's. A turn stores only the prompt tokens that its parent does
+not have; a prompt that continues no earlier call is a new root. Validation decides later if such a break is allowed.
 
-    call 0: prompt p0, generates g0        turn(parent=None, new=p0)
-    call 1: prompt p0+g0+t, generates g1   turn(parent=0, new=t)
-    call 2: prompt q (history re-rendered) turn(parent=None, new=q)
+    call 0: prompt p0, generates g0               turn(parent=None, new=p0)
+    call 1: prompt p0+g0+t, generates g1          turn(parent=0, new=t)
+    call 2: prompt q (history re-rendered)        turn(parent=None, new=q)
+    call 3: prompt p0+g0+t+g1+u, generates g3     turn(parent=1, new=u)
 
-`chain_calls` joins the recorded calls of a foreign agent by their tokens alone. Invariant: a turn's parent is the earlier call
-whose prompt and generation together are the longest prefix of the turn's prompt; a prompt that continues no call is a root of
-its own (a sub-agent, a compacted history). Calls with the same prompt are turns of their own, children of the same call. Where
-the tokens leave open which call the agent continued, the result says so and the rollout must not be trained on.
+`chain_calls` joins recorded calls of a foreign agent by tokens alone: the parent is the earlier call with the longest
+prefix. Calls with equal prompts are siblings. If the parent is ambiguous, the result reports it and the rollout is not
+trained on. Each prompt is hashed once, with a digest at each length at which a call ends; token lists are never
+compared.
 
-    call 0: prompt p0, generates g0               root
-    call 1: prompt p0+g0+t, generates g1          parent 0, adds t
-    call 2: prompt q, generates g2                root (a sub-agent)
-    call 3: prompt p0+g0+t+g1+u, generates g3     parent 1, adds u
-
-Cost: each prompt is hashed once, with a digest taken at those lengths where some call ends; token lists are never compared.
-
-A rollout that is trained on is drawn from exactly the distribution that the trainer will compute; a row whose own parameters
-ask for another one is refused, since its policy ratio would be wrong. Limits of a row can only tighten those of the run.
+On-policy rollouts are sampled exactly from the distribution that the trainer computes, so a row with other sampling
+parameters is rejected. A row's limits can only tighten the run's limits.
 
     on_policy, run at temperature 1:  {"temperature": 0.2}        -> BadTaskRow
     evaluation:                       {"temperature": 0.2}        -> sampling.temperature 0.2
@@ -45,7 +37,7 @@ from pydantic import ValidationError
 
 from roundhouse.config.models import Sampling
 from roundhouse.environments.base import TaskRow
-from roundhouse.generation.protocol import Completion, ContextOverflow
+from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
 from roundhouse.rollout.protocol import BadCompletion, BadTaskRow
 from roundhouse.rollout.responses import (
     Item,
@@ -58,20 +50,21 @@ from roundhouse.rollout.responses import (
     tool_message,
 )
 from roundhouse.trajectories.records import GrowingDigest, Turn, derive_seed
+from roundhouse.trajectories.storable import call_problem, storable_json, storable_text
 
 if TYPE_CHECKING:
     from roundhouse.rollout.agents import RolloutAttempt
 
 
 class TurnChain:
-    """Grows by one turn a call, into a tree where calls continue others than the newest."""
+    """Turns of one conversation: one per call, a tree if calls continue older ones."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.tokens: list[int] = []
         """Prompt and generation of the newest call."""
         self._digest = GrowingDigest()
-        """Of `tokens`."""
+        """Running digest of `tokens`."""
         self._left: dict[int, list[int]] = {}
         """Prompt and generation of the other calls that none continues, by turn: every earlier call's begin one of them."""
 
@@ -89,18 +82,21 @@ class TurnChain:
         """Record a call.
 
         Raises:
-            TypeError, OverflowError: prompt or generation hold something else than token IDs.
+            BadCompletion: a field has another type, or a number that cannot be stored.
         """
         newest = len(self.turns) - 1
-        parent, known = self._continued(prompt)
+        parent, known = self._continued(prompt) if isinstance(prompt, list) else (None, 0)
+        added = prompt[known:] if known else prompt
+        if problem := call_problem(added, generated, log_probs, policy_version, version_spans):
+            raise BadCompletion(f"A model call cannot be recorded: {problem}.")
         continues = parent is not None and parent == newest
         digest = self._digest if continues else GrowingDigest()
         turn = Turn(
             turn=len(self.turns),
             parent=parent,
-            prompt_token_ids=prompt[known:],
+            prompt_token_ids=list(added),
             prompt_length=len(prompt),
-            prompt_digest=digest.extend(prompt[known:] if continues else prompt),
+            prompt_digest=digest.extend(added if continues else prompt),
             generation_token_ids=generated,
             generation_log_probs=log_probs,
             policy_version=policy_version,
@@ -119,11 +115,11 @@ class TurnChain:
         return turn
 
     def _continued(self, prompt: list[int]) -> tuple[int | None, int]:
-        """The call whose tokens are the longest beginning of `prompt`, the newest of several, and how many they are."""
+        """Return the newest call whose tokens are the longest prefix of `prompt`, and the prefix length."""
         newest = len(self.turns) - 1
         if self.turns and not self._left and prompt[: len(self.tokens)] == self.tokens:
             return newest, len(self.tokens)
-        found: int | None = None
+        parent: int | None = None
         known = 0
         for leaf, tokens in reversed([*self._left.items(), (newest, self.tokens)] if self.turns else []):
             turn: int | None = leaf
@@ -132,10 +128,10 @@ class TurnChain:
                 if end <= known:
                     break
                 if prompt[:end] == tokens[:end]:
-                    found, known = turn, end
+                    parent, known = turn, end
                     break
                 turn = self.turns[turn].parent
-        return found, known
+        return parent, known
 
 
 MISSING_TOKENS = "missing_tokens"
@@ -146,7 +142,7 @@ EQUAL_PARENTS = "equal_parents"
 
 @dataclass(frozen=True, slots=True)
 class ChainedCalls:
-    """The turns of a rollout, and why they are not to be trained on, where they are not."""
+    """Turns of a rollout, with a reason if they must not be trained on."""
 
     turns: list[Turn] = field(default_factory=list)
     reason: str | None = None
@@ -169,7 +165,7 @@ class _Unusable(Exception):
 class _Call:
     """A recorded call with its tokens as bytes, for hashing."""
 
-    number: Any
+    number: int
     record: Mapping[str, Any]
     prompt: array[int]
     generation: array[int]
@@ -180,25 +176,24 @@ class _Call:
 
 
 def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None = None) -> ChainedCalls:
-    """Turns of the calls that generated tokens, in order of the calls.
+    """Return turns for the calls that generated tokens, in call order.
 
-    A call without any generated token has nothing to train on and is left out.
+    A call without generated tokens has nothing to train on and is skipped.
 
     Args:
-        calls: as `GET /captures/<id>` of the model server gives them: `call` (order of their beginning), `prompt_token_ids`,
+        calls: records of the model server's `GET /captures/<id>`: `call` (start order), `prompt_token_ids`,
             `generation_token_ids`, `generation_log_probs`, `policy_version`, `version_spans`, `finish_reason`,
             `latency_seconds`.
-        policy_version: version of the weights for calls whose engine did not report it; it must then have been the same
-        throughout.
+        policy_version: weights version for calls whose engine did not report it; it must have been constant.
 
     Returns:
-        With a reason, the turns are those that could be joined (none where tokens are missing):
+        The turns that could be joined (empty if tokens are missing), and a reason if joining failed:
         `missing_tokens`, `malformed_tokens`, `missing_policy_version`: a record is incomplete;
-        `equal_parents`: two calls end in the same tokens, of which they generated different ones, and a later one continues
+        `equal_parents`: two calls end in equal tokens but generated different parts of them, and a later call continues
         them.
     """
     try:
-        read = [_read(call) for call in sorted(calls, key=lambda call: call["call"])]
+        read = sorted(map(_read, calls), key=lambda call: call.number)
         generated = [call for call in read if call.generation]
         _join(generated)
         turns = [_turn(place, generated, policy_version) for place in range(len(generated))]
@@ -208,32 +203,35 @@ def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None =
     return ChainedCalls(turns, reason, detail)
 
 
-def _read(call: Mapping[str, Any]) -> _Call:
-    number = call["call"]
-    lists = [call.get(key) for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs")]
+def _read(call: Any) -> _Call:
+    number = call.get("call") if isinstance(call, Mapping) else None
+    if not isinstance(number, int):
+        raise _Unusable(MALFORMED_TOKENS, "a recorded call has no number")
+    lists = [call.get(key) for key in TOKEN_FIELDS]
     if any(value is None for value in lists):
         raise _Unusable(MISSING_TOKENS, f"call {number} has no token IDs")
     prompt, generation, log_probs = lists
-    if len(generation or ()) != len(log_probs or ()):
-        raise _Unusable(
-            MALFORMED_TOKENS,
-            f"call {number} has {len(generation or ())} generated tokens and {len(log_probs or ())} log-probabilities",
-        )
-    try:
-        tokens = array("i", prompt or ()), array("i", generation or ())
-    except (TypeError, OverflowError) as error:
-        raise _Unusable(MALFORMED_TOKENS, f"call {number}: {error}") from error
-    return _Call(number, call, *tokens, ends=len(tokens[0]) + len(tokens[1]))
+    version = call.get("policy_version")
+    problem = call_problem(prompt, generation, log_probs, 0 if version is None else version, call.get("version_spans"))
+    if not problem and len(generation) != len(log_probs):
+        problem = f"{len(generation)} generated tokens and {len(log_probs)} log-probabilities"
+    latency, finish = call.get("latency_seconds") or 0.0, call.get("finish_reason") or "stop"
+    if not isinstance(latency, int | float) or not isinstance(finish, str):
+        problem = problem or f"latency_seconds is {latency!r} and finish_reason {finish!r}"
+    if problem:
+        raise _Unusable(MALFORMED_TOKENS, f"call {number}: {problem}")
+    tokens = array("i", prompt), array("i", generation)
+    return _Call(number, call, *tokens, ends=len(prompt) + len(generation))
 
 
 def _join(calls: list[_Call]) -> None:
     """Set each call's parent."""
     boundaries = sorted({call.ends for call in calls})
     ending: dict[bytes, int] = {}
-    """The newest call that ends in these tokens: where one prompt was given the same answer twice, either is the parent."""
+    """Newest call per token digest. If one prompt got the same reply twice, either call may be the parent."""
     for place, call in enumerate(calls):
         # Digests of the prompt at each boundary inside it; sets `end_digest` on the way
-        running, taken, found = hashlib.blake2b(digest_size=16), 0, []
+        running, taken, candidates = hashlib.blake2b(digest_size=16), 0, []
         data = memoryview(call.prompt).cast("B")
         width = call.prompt.itemsize
         for boundary in boundaries:
@@ -241,11 +239,11 @@ def _join(calls: list[_Call]) -> None:
                 break
             running.update(data[taken * width : boundary * width])
             taken = boundary
-            found.append(running.digest())
+            candidates.append(running.digest())
         running.update(data[taken * width :])
         running.update(memoryview(call.generation).cast("B"))
         call.end_digest = running.digest()
-        for digest in reversed(found):
+        for digest in reversed(candidates):
             if (parent := ending.get(digest)) is not None:
                 call.parent = parent
                 break
@@ -301,13 +299,13 @@ class Conversation:
         """
         try:
             params = row["responses_create_params"]
-            given = params["input"]
-            self.messages: list[Message] = chat_messages(given, params.get("instructions"))
+            initial = params["input"]
+            self.messages: list[Message] = chat_messages(initial, params.get("instructions"))
             if system_prompt and self.messages[:1] and self.messages[0]["role"] != "system":
                 params = {**params, "instructions": system_prompt}
-                self.messages = chat_messages(given, system_prompt)
+                self.messages = chat_messages(initial, system_prompt)
             self.tools = chat_tools(params.get("tools") or [])
-            items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            items = [{"role": "user", "content": initial}] if isinstance(initial, str) else initial
             self.items: list[Item] = [{"type": "message", **item} for item in items]
         except (KeyError, TypeError, AttributeError) as error:
             raise BadTaskRow(f"responses_create_params is malformed: {error!r}") from error
@@ -329,8 +327,9 @@ class Conversation:
         Raises:
             UnsupportedItem: one of them cannot be used.
         """
+        tools = storable_json(list(tools))
         self.params = {**self.params, "tools": [*(self.params.get("tools") or []), *tools]}
-        self.tools = [*self.tools, *chat_tools(list(tools))]
+        self.tools = [*self.tools, *chat_tools(tools)]
 
     @property
     def output(self) -> list[Item]:
@@ -360,7 +359,7 @@ class Conversation:
             )
             self.items += assistant_items(completion.message, f"{self._item_id}_{len(self.turns) - 1}")
             calls = completion.message.get("tool_calls") or []
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise BadCompletion(f"The engine's answer is malformed: {error!r}") from error
         self.input_tokens += len(completion.prompt_token_ids)
         self.output_tokens += len(completion.generation_token_ids)
@@ -386,11 +385,13 @@ class Conversation:
         self.items += assistant_items({"content": ""}, f"{self._item_id}_0")
 
     def add_tool_output(self, call_id: str, text: str) -> None:
+        text = storable_text(text)
         self.messages.append(tool_message(call_id, text))
         self.items.append(function_call_output(call_id, text))
 
     def add_observation(self, text: str) -> None:
-        """A user message. Before the first reply it belongs to the input, later to what the rollout added."""
+        """Add a user message: to the input before the first reply, to the rollout's output after it."""
+        text = storable_text(text)
         self.messages.append({"role": "user", "content": text})
         self.items.append({"type": "message", "role": "user", "content": text})
         if not self.turns:
@@ -428,10 +429,10 @@ class Dialogue:
 
     def offer(self, tools: Sequence[dict[str, Any]]) -> None:
         """Show the policy more tools than its row has; they join the row on record."""
-        shown, rollout = self.conversation.tools, self._attempt.rollout
+        row_tools, rollout = self.conversation.tools, self._attempt.rollout
         self.conversation.offer(tools)
         if not self.terms.tools:
-            self.conversation.tools = shown
+            self.conversation.tools = row_tools
         rollout.task = {**rollout.task, "responses_create_params": self.conversation.params}
 
     async def ask(self) -> Reply | None:
@@ -454,7 +455,7 @@ class Dialogue:
                     raise
                 conversation.add_empty_reply()
             return None
-        begun = len(conversation.items)
+        first_item = len(conversation.items)
         calls = conversation.add_reply(completion)
         used, cut_short = len(conversation.chain.tokens), completion.finish_reason == "length"
         reached = ""
@@ -462,13 +463,13 @@ class Dialogue:
             reached = "max_tokens"
         elif cut_short:
             reached = "max_tokens" if room < self.terms.sampling.max_new_tokens else "length"
-        return Reply(conversation.items[begun:], calls, reached, completion)
+        return Reply(conversation.items[first_item:], calls, reached, completion)
 
     async def _complete(self, turn: int, room: int) -> Completion:
         sampling = self.terms.sampling
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             return await self._attempt.policy.complete(
                 self.conversation.messages,
@@ -477,7 +478,7 @@ class Dialogue:
                 derive_seed(self._attempt.rollout.seed, turn),
             )
         finally:
-            self._attempt.rollout.generation_seconds += time.perf_counter() - begun
+            self._attempt.rollout.generation_seconds += time.perf_counter() - start
 
     def response(self, finish: str) -> dict[str, Any]:
         """Everything the policy and the environment added, as one Responses object."""
@@ -515,7 +516,7 @@ class SamplingOverrides:
 
     sampling: Sampling
     tools: bool
-    """False: `tool_choice` is none, the policy is shown no tools."""
+    """False if `tool_choice` is none: the policy sees no tools."""
     together: bool
     """False: `parallel_tool_calls` is false, and calls of one reply are run one after another. All of them, as NeMo Gym's
     `simple_agent` runs whatever it is given: that a reply has one call is the engine's affair."""
@@ -524,10 +525,10 @@ class SamplingOverrides:
 
 
 def sampling_overrides(params: Mapping[str, Any], sampling: Sampling, on_policy: bool) -> SamplingOverrides:
-    """The terms of a row's `responses_create_params` under the run's `sampling`.
+    """Apply a row's `responses_create_params` to the run's `sampling`.
 
     Raises:
-        BadTaskRow: a parameter has no meaning here, or would make the rollout unfit for training.
+        BadTaskRow: a parameter is unsupported, or would make the rollout unfit for training.
     """
     return SamplingOverrides(
         sampling=_sampling(params, sampling, on_policy),
@@ -540,15 +541,15 @@ def sampling_overrides(params: Mapping[str, Any], sampling: Sampling, on_policy:
 def _sampling(params: Mapping[str, Any], sampling: Sampling, on_policy: bool) -> Sampling:
     changes: dict[str, Any] = {}
     for name, ours in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
-        asked = params.get(name)
-        if asked is None or asked == ours:
+        value = params.get(name)
+        if value is None or value == ours:
             continue
         if on_policy:
             raise BadTaskRow(
-                f"responses_create_params.{name} is {asked}, but the run draws with generation.sampling.{name}={ours}: the "
+                f"responses_create_params.{name} is {value}, but the run draws with generation.sampling.{name}={ours}: the "
                 "trainer would compute the ratio for another distribution. Remove it from the row, or set it equal."
             )
-        changes[name] = asked
+        changes[name] = value
     longest = _limit(params, "max_output_tokens", smallest=1)
     if longest is not None and longest < sampling.max_new_tokens:
         changes["max_new_tokens"] = longest
@@ -572,11 +573,11 @@ def _shows_tools(choice: Any) -> bool:
 
 
 def _limit(params: Mapping[str, Any], name: str, smallest: int) -> int | None:
-    asked = params.get(name)
-    if asked is None:
+    value = params.get(name)
+    if value is None:
         return None
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < smallest:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise BadTaskRow(
-            f"responses_create_params.{name} is {asked!r}: give a whole number of at least {smallest}, or leave it out."
+            f"responses_create_params.{name} is {value!r}: give a whole number of at least {smallest}, or leave it out."
         )
-    return asked
+    return value

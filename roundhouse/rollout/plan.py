@@ -1,48 +1,22 @@
-"""What an iteration will roll out, decided before anything runs: which tasks, and which rollouts of each.
+"""Plan of an iteration's rollouts: its tasks, the rollouts of each, rounds of dynamic sampling, and curricula.
 
-Invariants: the plan is a pure function of rows, group size, run seed and iteration, so that a resumed run and another machine
-choose the same; rollout ids in it are unique; the seed of a rollout depends on nothing but run seed, iteration, group and
-sample, so that a retry draws the same. The tasks of iterations 0, 1, 2, … in a row are epochs, each a shuffle of all tasks,
-or in their own order; no task comes twice in an epoch. An iteration that spans two epochs may therefore hold a task twice;
-with `drop_last` none does, and an epoch ends before a remainder that fills no iteration. With `rollout.curriculum` there are
-no epochs: each iteration draws by what is recorded of the tasks.
+Invariants: a plan is a pure function of rows, group size, run seed and iteration, so a resumed run on any machine makes
+the same plan. Rollout IDs are unique. A rollout's seed depends only on run seed, iteration, group and sample.
+Consecutive iterations walk through epochs, each a shuffle of all tasks (or their order); no task repeats within an
+epoch. With `drop_last`, an epoch ends before a remainder smaller than an iteration, so no iteration spans two epochs.
 
     rows a b, group size 2        ->  a/0 a/1 b/0 b/1
     rows a b c, 2 an iteration    ->  c a | b · a | b c      (· begins epoch 1)
 
-Under dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) rounds of tasks follow each other until enough groups have
-spread. Which tasks a round draws depends on (run seed, iteration, round) alone, and whether there is a next round on the
-rewards of the rounds before. All rounds are parts of one collect stage: what an interrupted attempt had finished is found in
-the store, so the next attempt goes through the same rounds and generates only the rest. Every rollout of every round stays on
-record; validation omits those that are not `kept`.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) draws rounds of tasks until enough groups have spread. A round's
+tasks depend only on (run seed, iteration, round). All rounds belong to one collect stage, so a resumed attempt repeats
+the rounds and generates only missing rollouts. All rollouts stay on record; validation omits surplus groups.
 
-    3 tasks wanted      round 1: a - b      round 2: - c d      kept: a b c, surplus: d      (- has no spread)
-
-A curriculum draws tasks by their recent difficulty: a weight for each task, and the order that the weights and the seed make
-of all. An order is a pure function of the tasks, what is recorded of them, the run's seed and the iteration. What counts as
-recorded is decided by `recorded_draw`, from the store alone. No task comes twice in an order.
-
-    success_band, band 0.2 … 0.8, falloff 0.2, outside_weight 0.05
-
-    rate       0     0.1    0.2 … 0.8    0.9    1       no recent group
-    weight    0.05   0.5        1        0.5   0.05     unseen_weight
-
-A curriculum of your own is a class with `weights`, named by `rollout.curriculum: {kind: custom, target: file.py:Class}`:
-
-    class EasyFirst(Curriculum):
-        def weights(self, tasks, history):
-            return [2.0 if mean_reward(history.get(task["task_id"], ())) > 0.5 else 1.0 for task in tasks]
-
-Which iterations count is fixed before any rollout of the iteration that is drawn can begin, and never changes afterwards.
-These are the last `rollout.curriculum.window` of those that the oldest policy version which may roll out the draw was trained
-on; a version is published after the collect stage that it was trained on is complete. So a draw that is made again, after a
-kill or on another machine, is the same, however far the training loop and the generation loop had come.
-
-    staleness 0                      iteration 7 draws by iterations … 5 6
-    rollouts begin 2 versions early  iteration 7 draws by iterations … 3 4      (start_lag 2)
-
-What does not count: iterations whose training was skipped, failed and masked rollouts, branches of rollouts, and the
-iterations of a fork's parent. The collect stages that count are inputs of the stage that is drawn.
+A curriculum replaces epochs: it orders tasks by weights from their recorded rewards (`Curriculum.weights`).
+`recorded_draw` selects these records from the store: the last `rollout.curriculum.window` iterations that trained the
+oldest policy version allowed for the draw. The selection is fixed before the first rollout starts, so a repeated draw
+is equal after a kill or on another machine. Skipped iterations, failed and masked rollouts, branches, and iterations of
+a fork's parent do not count. docs/curriculum.md has the details.
 """
 
 from __future__ import annotations
@@ -52,24 +26,31 @@ import math
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from roundhouse import plugins
+from roundhouse.activity import ACTIVITY
 from roundhouse.config.models import RolloutConfig
-from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs, SuccessBand
+from roundhouse.config.rollout import CurriculumConfig, CustomCurriculum, Epochs, RecentRewards, SuccessBand
 from roundhouse.environments.base import TaskRow
+from roundhouse.environments.task_ids import unused_id
 from roundhouse.errors import ConfigError, DataError, RoundhouseError, TooFewSequences
 from roundhouse.imports import load_class
 from roundhouse.store.run import Run, skip_of
 from roundhouse.store.stage import Reference, StageKind, read_table
 from roundhouse.trajectories.records import Rollout, Status, derive_seed, groups_with_spread
+from roundhouse.trajectories.storable import storable_text
+from roundhouse.user_code import lock_limit
 
+ROW_PROBLEM = "row_problem"
+"""Field of a planned row that no rollout can be played of, with the reason."""
 TaskHistory = Mapping[str, Sequence[Sequence[float]]]
 """By task_id the rewards of its recorded groups, oldest first; only groups in which a rollout has a reward to train on."""
 
@@ -82,7 +63,7 @@ class Curriculum(ABC):
         """The weight of each task: how often it is drawn relative to the others. 0: never. Pure."""
 
     def metrics(self, drawn: Sequence[TaskRow], history: TaskHistory) -> dict[str, float]:
-        """What was drawn, by names that begin with `curriculum/`."""
+        """Return the draw's metrics; names begin with `curriculum/`."""
         unseen = sum(task_id_of(task) not in history for task in drawn)
         return {"curriculum/unseen": unseen / len(drawn)}
 
@@ -127,15 +108,30 @@ def mean_reward(groups: Sequence[Sequence[float]]) -> float:
 
 
 def build_curriculum(config: CurriculumConfig) -> Curriculum | None:
-    """The curriculum of a section; None where tasks are drawn in epochs.
+    """Build the curriculum of a section; None if tasks are drawn in epochs.
 
     Raises:
-        ConfigError: a custom one cannot be imported or made.
+        ConfigError: a custom curriculum cannot be imported or made.
     """
-    if isinstance(config, Epochs):
-        return None
-    if not isinstance(config, CustomCurriculum):
-        return SuccessBandCurriculum(config)
+    curriculum: Curriculum | None = plugins.factory("curriculum", config.kind)(config)
+    if curriculum is None or isinstance(curriculum, Curriculum):
+        return curriculum
+    raise ConfigError(
+        f"rollout.curriculum.kind is {config.kind}, whose plug-in makes a {type(curriculum).__name__}, which is no Curriculum "
+        "(roundhouse.rollout.plan). Correct the plug-in."
+    )
+
+
+def draw_epochs(config: Epochs) -> None:
+    """Return no curriculum: tasks are drawn in epochs."""
+
+
+def load_custom(config: CustomCurriculum) -> Curriculum:
+    """Make a curriculum of a user's own class.
+
+    Raises:
+        ConfigError: it cannot be imported or made.
+    """
     found: type[Curriculum] = load_class(config.target, Curriculum, "rollout.curriculum.target")
     try:
         return found(**config.parameters)
@@ -157,7 +153,8 @@ def weighted_order(
     Raises:
         ConfigError: the weights are not one finite number of at least 0 for each task.
     """
-    weights = curriculum.weights(tasks, history)
+    with ACTIVITY.track("rollout.curriculum", "weights"), lock_limit():
+        weights = curriculum.weights(tasks, history)
     if len(weights) != len(tasks):
         raise ConfigError(f"rollout.curriculum: {len(weights)} weights for {len(tasks)} tasks. Return one for each.")
     draws = random.Random(derive_seed(seed, "curriculum", iteration))
@@ -175,11 +172,12 @@ def weighted_order(
 
 
 def task_id_of(row: TaskRow) -> str:
-    """
+    """Return the row's task_id.
+
     Raises:
-        DataError: the row has none, so that its groups could not be found again.
+        DataError: the row has no task_id, so its groups could not be found again.
     """
-    if not row.get("task_id"):
+    if row.get("task_id") in (None, ""):
         raise DataError(
             "A task row has no task_id, and rollout.curriculum draws by what is recorded of each task. Add it."
         )
@@ -187,12 +185,12 @@ def task_id_of(row: TaskRow) -> str:
 
 
 KEPT_STAGES = 512
-"""Collect stages whose rewards are kept in memory."""
+"""Number of collect stages whose rewards are cached in memory."""
 
 
 @dataclass(frozen=True)
 class RecordedDraw:
-    """What the tasks of an iteration are drawn by."""
+    """Recorded rewards that decide an iteration's draw."""
 
     curriculum: Curriculum | None = None
     """None: in epochs, by nothing that is recorded."""
@@ -201,19 +199,19 @@ class RecordedDraw:
     """The collect stages that count, as `drawn_by_<iteration>`."""
 
     def metrics(self, drawn: Sequence[TaskRow]) -> dict[str, float]:
-        """What was drawn; empty without a curriculum."""
+        """Return the draw's metrics; empty without a curriculum."""
         return {} if self.curriculum is None else self.curriculum.metrics(drawn, self.history)
 
 
 def recorded_draw(run: Run, version: int) -> RecordedDraw:
-    """What is drawn by where rollouts may begin on this policy version.
+    """Read the recorded rewards for a draw whose rollouts may start on this policy version.
 
     Raises:
         ConfigError: the curriculum cannot be imported or made.
-        StoreError: a collect stage that counts is damaged.
+        StoreError: a required collect stage is damaged.
     """
     config = run.config.rollout.curriculum
-    if isinstance(config, Epochs):
+    if not isinstance(config, RecentRewards):
         return RecordedDraw()
     first = max(run.first_version, version - config.window) + 1
     inputs = {
@@ -234,12 +232,12 @@ def _rewards(reference: str) -> list[tuple[str, tuple[float, ...]]]:
     """Task and rewards of each group of a collect stage, in the order in which they were written."""
     columns = ["group_id", "status", "reward", "task"]
     table = read_table(Reference.model_validate_json(reference), "rollouts")
-    if "branched_from" in table.column_names:  # a branch begins where the task is partly done
+    if "branched_from" in table.column_names:  # a branch starts in the middle of a task
         table = table.filter(table["branched_from"].is_null())
     tasks: dict[str, str] = {}
     rewards: dict[str, list[float]] = {}
     for group_id, status, reward, task in zip(*(table[name].to_pylist() for name in columns), strict=True):
-        if status in (Status.COMPLETED, Status.TRUNCATED) and reward is not None:
+        if Status(status).counted and reward is not None:
             if group_id not in tasks:
                 tasks[group_id] = task_id_of(json.loads(task))
             rewards.setdefault(group_id, []).append(reward)
@@ -270,7 +268,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """Where a branch leaves the rollout that it continues."""
+    """Turn at which a branch leaves its source rollout."""
 
     rollout: Rollout
     """Whole, with its items and turns."""
@@ -278,10 +276,15 @@ class BranchPoint:
     """The first that is made anew."""
 
 
-def branch_spec(rollout: Rollout, turn: int, sample: int) -> RolloutSpec:
-    """Branch `sample` of a rollout's turn. The branches of one turn are a group: `calc/7/0@2` of turn 2 of `calc/7/0`."""
+def branch_spec(rollout: Rollout, turn: int, sample: int, taken: Container[str] = ()) -> RolloutSpec:
+    """Return branch `sample` of a rollout's turn. The branches of one turn are a group: `calc/7/0@2` of turn 2 of `calc/7/0`.
+
+    Args:
+        taken: ids of other groups, which the branches' group must not have.
+    """
     seed = derive_seed(rollout.seed, "branch", turn, sample)
-    return RolloutSpec(f"{rollout.rollout_id}@{turn}", sample, rollout.task, seed, BranchPoint(rollout, turn))
+    group_id = unused_id(f"{rollout.rollout_id}@{turn}", taken)
+    return RolloutSpec(group_id, sample, rollout.task, seed, BranchPoint(rollout, turn))
 
 
 class ReorderError(RoundhouseError):
@@ -289,39 +292,68 @@ class ReorderError(RoundhouseError):
 
 
 def plan_rollouts(
-    rows: Sequence[TaskRow], group_size: int, seed: int, iteration: int, *, named_by_iteration: bool = False
+    rows: Sequence[TaskRow],
+    group_size: int,
+    seed: int,
+    iteration: int,
+    *,
+    named_by_iteration: bool = False,
+    tasks: Sequence[TaskRow] | None = None,
 ) -> list[RolloutSpec]:
-    """`group_size` rollouts of each row. A task that comes again in the same plan makes a group of its own, `<task_id>#2`.
+    """Return `group_size` specs per row. A task that repeats in the plan makes a separate group, `<task_id>#2`.
 
     Args:
-        named_by_iteration: groups are called `<task_id>@<iteration>`, for datasets with groups of several iterations. Their
-            seeds are the same.
+        named_by_iteration: name groups `<task_id>@<iteration>`, for datasets with groups of several iterations. Seeds
+            do not change.
+        tasks: all tasks that rows are drawn from, whose IDs generated names must avoid; by default the rows.
 
     Raises:
         DataError: a row has no task_id.
     """
     specs = []
     times: dict[str, int] = {}
+    taken: set[str] | None = None
     for index, row in enumerate(rows):
-        if not row.get("task_id"):
+        if not isinstance(row, Mapping):
+            raise DataError(f"Task row {index} is a {type(row).__name__}; a task row is an object with a task_id.")
+        if (task_id := _task_id(row)) == "":
             raise DataError(f"Task row {index} has no task_id: rollouts of different tasks could not be told apart.")
-        task_id = str(row["task_id"])
-        times[task_id] = times.get(task_id, 0) + 1
-        group_id = task_id if times[task_id] == 1 else f"{task_id}#{times[task_id]}"
+        group_id, times[task_id] = task_id, times.get(task_id, 0) + 1
+        if times[task_id] > 1:
+            if taken is None:
+                taken = {str(each.get("task_id")) for each in (rows if tasks is None else tasks)}
+            group_id = unused_id(f"{task_id}#{times[task_id]}", taken)
         name = f"{group_id}@{iteration}" if named_by_iteration else group_id
+        row = _planned_row(row, task_id)
         for sample in range(group_size):
             specs.append(RolloutSpec(name, sample, row, derive_seed(seed, iteration, group_id, sample)))
     return specs
 
 
+def _task_id(row: TaskRow) -> str:
+    task_id = row.get("task_id")
+    return "" if task_id is None else storable_text(str(task_id))
+
+
+def _planned_row(row: TaskRow, task_id: str) -> TaskRow:
+    """Return the row with storable texts. Replace a row that is not JSON with one that fails its rollouts."""
+    try:
+        if names := [name for name in row if not isinstance(name, str)]:
+            raise TypeError(f"the key {names[0]!r} is not a text")
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"task_id": task_id, ROW_PROBLEM: f"The task row is not JSON: {error}."}
+    storable = storable_text(text)
+    return row if storable == text else json.loads(storable)
+
+
 def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
-    """Results by their index in the plan, as a list in the plan's order.
+    """Return results in plan order, given by plan index.
 
     Raises:
-        ReorderError: an index is missing, comes twice, lies outside 0..count-1 or is no whole number; the text names all of
-            them.
+        ReorderError: indexes are missing, duplicate, outside 0..count-1 or not integers; the text names all of them.
     """
-    found: dict[int, T] = {}
+    results_by_index: dict[int, T] = {}
     duplicate, outside = set(), set()
     no_index: list[Any] = []
     for index, result in results:
@@ -329,26 +361,25 @@ def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
             no_index.append(index)
         elif not 0 <= index < count:
             outside.add(index)
-        elif index in found:
+        elif index in results_by_index:
             duplicate.add(index)
         else:
-            found[index] = result
-    missing = [index for index in range(count) if index not in found]
+            results_by_index[index] = result
+    missing = [index for index in range(count) if index not in results_by_index]
     if missing or duplicate or outside or no_index:
         named = f", no whole number {no_index}" if no_index else ""
         raise ReorderError(
             f"Results do not match the plan of {count} rollouts: missing {missing}, duplicate {sorted(duplicate)}, "
             f"out of range {sorted(outside)}{named}."
         )
-    return [found[index] for index in range(count)]
+    return [results_by_index[index] for index in range(count)]
 
 
 class WeightedTasks(Sequence[TaskRow]):
-    """The tasks of a mixture's environments, which are drawn by weight.
+    """Tasks of a mixture's environments, drawn by weight.
 
-    Invariant: which environment the task at a position is of depends on the weights and the position alone (Weyl's sequence of
-    the golden ratio), so that any stretch of positions, and every iteration, has nearly the shares that the weights say; of
-    each environment the tasks come in epochs of its own.
+    Invariant: the environment at a position depends only on the weights and the position (Weyl sequence of the golden
+    ratio), so every range of positions has nearly the weighted shares. Each environment walks through separate epochs.
     """
 
     def __init__(self, tasks: Mapping[str, Sequence[TaskRow]], weights: Mapping[str, float]) -> None:
@@ -358,7 +389,7 @@ class WeightedTasks(Sequence[TaskRow]):
         for name in tasks:
             reached += weights[name] / total
             bounds.append(reached)
-        self._bounds = tuple(bounds[:-1])  # what lies behind all of these is the last one's
+        self._bounds = tuple(bounds[:-1])  # positions above all bounds belong to the last environment
 
     def names(self, begin: int, end: int) -> list[str]:
         """The environments of the positions from `begin` to before `end`."""
@@ -366,12 +397,15 @@ class WeightedTasks(Sequence[TaskRow]):
         return [known[bisect_right(self._bounds, place * GOLDEN % 1.0)] for place in range(begin, end)]
 
     def counts(self, end: int) -> dict[str, int]:
-        """How many of the positions before `end` each environment has."""
+        """Count the positions before `end` per environment."""
         below = [0, *_weyl_below(self._bounds, end), end]
         return {name: after - before for name, (before, after) in zip(self.tasks, pairwise(below), strict=True)}
 
     def __len__(self) -> int:
         return sum(map(len, self.tasks.values()))
+
+    def __iter__(self) -> Iterator[TaskRow]:
+        return chain.from_iterable(self.tasks.values())
 
     def __getitem__(self, index: Any) -> Any:
         return [row for rows in self.tasks.values() for row in rows][index]
@@ -384,7 +418,7 @@ BLOCK = 2**16
 
 @lru_cache(maxsize=64)
 def _weyl_below(bounds: tuple[float, ...], end: int) -> list[int]:
-    """Of the positions before `end`, how many have a value of Weyl's sequence below each bound."""
+    """Count, per bound, the positions before `end` whose Weyl value is below it."""
     below = [0] * len(bounds)
     places = np.arange(BLOCK, dtype=np.float64)
     for begin in range(0, end, BLOCK):
@@ -398,14 +432,14 @@ def _weyl_below(bounds: tuple[float, ...], end: int) -> list[int]:
 def sample_tasks(
     rows: Sequence[TaskRow], seed: int, iteration: int, n: int, *, shuffle: bool = True, drop_last: bool = False
 ) -> list[TaskRow]:
-    """The `n` task rows of an iteration (counted from 0; `n` is the same in all of them).
+    """Return the `n` task rows of an iteration (from 0; `n` is equal in all iterations).
 
     Args:
-        shuffle: each epoch in an order of its own; otherwise in the order of the rows.
-        drop_last: an epoch ends before a remainder of fewer than `n` rows.
+        shuffle: shuffle each epoch differently; otherwise keep the order of the rows.
+        drop_last: end an epoch before a remainder of fewer than `n` rows.
 
     Raises:
-        ConfigError: there are no rows, or fewer than `n` with `drop_last`.
+        ConfigError: rows are missing, or fewer than `n` with `drop_last`.
     """
     if not rows:
         raise ConfigError(
@@ -460,11 +494,13 @@ def draw_by_weight(
     n: int,
     number: int = 1,
 ) -> list[TaskRow]:
-    """The `n` task rows of round `number` of an iteration, by the weights of a curriculum. Rounds of one iteration continue
-    each other, and begin again when all tasks were drawn. Of a mixture each environment has its share and its own order.
+    """Return the `n` task rows of round `number` by the weights of a curriculum.
+
+    Rounds of one iteration continue each other and restart after all tasks are drawn. In a mixture, each environment
+    has its share and a separate order.
 
     Raises:
-        ConfigError: fewer than `n` tasks have a weight above 0, so that there is nothing to choose.
+        ConfigError: fewer than `n` tasks have a weight above 0, so that nothing is left to choose.
     """
     if not isinstance(rows, WeightedTasks):
         order = weighted_order(curriculum, rows, history, seed, iteration)
@@ -487,7 +523,7 @@ def draw_by_weight(
 
 
 def iterations_of(tasks: int, config: RolloutConfig) -> int:
-    """How many iterations `config.epochs` passes over so many tasks take."""
+    """Return the number of iterations for `config.epochs` passes over the tasks."""
     assert config.epochs is not None, "asked only where passes are counted"
     n = config.prompts_per_iteration
     return config.epochs * (tasks // n) if config.drop_last else -(-config.epochs * tasks // n)
@@ -495,12 +531,12 @@ def iterations_of(tasks: int, config: RolloutConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the rounds came to."""
+    """Result of an iteration's rounds."""
 
     tasks: list[TaskRow]
     """Drawn in all rounds."""
     rollouts: list[Rollout]
-    """Of all rounds, in the order of their plans."""
+    """Rollouts of all rounds, in plan order."""
     rounds: int
     dynamic: bool
     """There were to be as many rounds as it takes. Otherwise there was one, and all its groups are trained on."""
@@ -510,17 +546,16 @@ class Sampled:
     """Groups with spread beyond these."""
 
     def metrics(self) -> dict[str, float]:
-        """Rounds, what was put aside, and the mean reward of what is left."""
+        """Return the number of rounds, the share of omitted groups and the mean reward of the rest."""
         if not self.dynamic:
             return {}
-        kept, surplus = set(self.kept), set(self.surplus)
-        rewards = [
-            rollout.reward for rollout in self.rollouts if rollout.group_id in kept and rollout.reward is not None
-        ]
+        kept_groups, surplus = set(self.kept), set(self.surplus)
+        own = (rollout.counted_reward for rollout in self.rollouts if rollout.group_id in kept_groups)
+        rewards = [reward for reward in own if reward is not None]
         groups = {rollout.group_id for rollout in self.rollouts}
         return {
             "dynamic_sampling/num_gen_batches": float(self.rounds),
-            "dynamic_sampling/num_discarded_groups": float(len(groups - kept - surplus)),
+            "dynamic_sampling/num_discarded_groups": float(len(groups - kept_groups - surplus)),
             "dynamic_sampling/num_discarded_valid_samples": float(sum(r.group_id in surplus for r in self.rollouts)),
             "dynamic_sampling/filtered_reward": sum(rewards) / len(rewards) if rewards else 0.0,
         }
@@ -541,14 +576,17 @@ def sample_rounds(
     history: TaskHistory = NOTHING,
     *,
     named_by_iteration: bool = False,
+    first_draw: int = 1,
 ) -> Sampled:
-    """Roll out `config.prompts_per_iteration` tasks; under dynamic sampling as many a round, until that many groups have spread
-    or `max_rounds` are over.
+    """Roll out `config.prompts_per_iteration` tasks.
+
+    With dynamic sampling, draw as many per round until enough groups have spread or `max_rounds` are used.
 
     Args:
-        roll_out: makes the rollouts of one round, and returns them in the order of their specs.
-        history: what is recorded of the tasks, for `config.curriculum`.
-        named_by_iteration: as of `plan_rollouts`.
+        roll_out: makes the rollouts of one round and returns them in the order of their specs.
+        history: recorded rewards per task, for `config.curriculum`.
+        named_by_iteration: see `plan_rollouts`.
+        first_draw: see `round_tasks`.
 
     Raises:
         TooFewSequences: too few groups have spread after the last round, and `on_exhausted` is error.
@@ -556,18 +594,20 @@ def sample_rounds(
     policy = config.dynamic_sampling
     rows: list[TaskRow] = []
     rollouts: list[Rollout] = []
-    number, found = 0, list[str]()
-    while len(found) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
+    number, spread = 0, list[str]()
+    while len(spread) < config.prompts_per_iteration and number < (1 if policy is None else policy.max_rounds):
         number += 1
-        rows += round_tasks(tasks, config, seed, iteration, number, history)
-        planned = plan_rollouts(rows, config.group_size, seed, iteration, named_by_iteration=named_by_iteration)
+        rows += round_tasks(tasks, config, seed, iteration, number, history, first_draw=first_draw)
+        planned = plan_rollouts(
+            rows, config.group_size, seed, iteration, named_by_iteration=named_by_iteration, tasks=tasks
+        )
         rollouts += roll_out(planned[-config.prompts_per_iteration * config.group_size :])
-        found = groups_with_spread(rollouts)
+        spread = groups_with_spread(rollouts)
     if policy is None:
         return Sampled(rows, rollouts, number, dynamic=False, kept=[], surplus=[])
-    if len(found) < config.prompts_per_iteration and policy.on_exhausted == "error":
+    if len(spread) < config.prompts_per_iteration and policy.on_exhausted == "error":
         raise TooFewSequences(
-            f"iteration {iteration}: {len(found)} of {config.prompts_per_iteration} groups have spread after {number} rounds "
+            f"iteration {iteration}: {len(spread)} of {config.prompts_per_iteration} groups have spread after {number} rounds "
             "(rollout.dynamic_sampling.max_rounds). The tasks are too easy or too hard for this policy: change them, raise "
             "max_rounds or rollout.group_size, or set rollout.dynamic_sampling.on_exhausted to continue."
         )
@@ -576,8 +616,8 @@ def sample_rounds(
         rollouts,
         number,
         dynamic=True,
-        kept=found[: config.prompts_per_iteration],
-        surplus=found[config.prompts_per_iteration :],
+        kept=spread[: config.prompts_per_iteration],
+        surplus=spread[config.prompts_per_iteration :],
     )
 
 
@@ -588,15 +628,23 @@ def round_tasks(
     iteration: int,
     number: int,
     history: TaskHistory = NOTHING,
+    *,
+    first_draw: int = 1,
 ) -> list[TaskRow]:
-    """The tasks of round `number` (1, 2, …): by the weights of `config.curriculum`; or else the iteration's own of the epoch in
-    the first round, and each later one in an order of its own."""
+    """Return the tasks of round `number` (1, 2, …).
+
+    With a curriculum, draw by its weights. Otherwise the first round takes the iteration's part of the epoch, and later
+    rounds shuffle anew.
+
+    Args:
+        first_draw: the iteration that draws the first tasks of the first epoch (`Run.first_draw`).
+    """
     if (curriculum := build_curriculum(config.curriculum)) is not None:
         return draw_by_weight(tasks, curriculum, history, seed, iteration, config.prompts_per_iteration, number)
     return sample_tasks(
         tasks,
         seed if number == 1 else derive_seed(seed, "dynamic sampling round", number),
-        iteration - 1 if config.counts_epochs else iteration,
+        iteration - first_draw,
         config.prompts_per_iteration,
         shuffle=config.shuffle,
         drop_last=config.drop_last,

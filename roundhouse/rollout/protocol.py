@@ -1,15 +1,14 @@
-"""What the rollout engine needs of an environment and of the agent that plays it, and the ways to fail.
+"""Contracts between the rollout engine, environments and agents, and the typed failures.
 
-Invariants: every environment client names the agent that plays it, so that the engine knows no protocol; a session belongs to
-one rollout, and is closed once, however that rollout ended.
+Invariants: every environment client names its agent, so the engine depends on no protocol. A session belongs to one
+rollout and is closed exactly once.
 
     tools       ToolEnvironment     seed_session, call_tool …, verify       played by agents.ToolLoop
     gymnasium   EpisodeEnvironment  reset, step …                           played by agents.GymnasiumLoop
-    agent       an agent server     POST /run plays the whole rollout       played by an agent of its client
+    agent       an agent server     POST /run plays the whole rollout       played by its client's agent
 
-Each failure is a type: its base class says whether a retry can help, its name is the failure code. An error that is none of
-ours when it ends a rollout, and that the taxonomy does not know either, is a defect and gets the code
-`unexpected_error`; it is not retried.
+Each failure is a type: the base class decides about retries and the name gives the failure code. Any other exception
+that ends a rollout is a defect: it gets the code `unexpected_error` and is not retried.
 
     EnvironmentTimeout(InfraError)  ->  (FailureKind.INFRA, "environment_timeout", text)
 """
@@ -22,15 +21,18 @@ import contextlib
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from roundhouse.config.models import RetryPolicy
-from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, ToolResult, Verdict
-from roundhouse.errors import DataError, InfraError, RoundhouseError
+from roundhouse.environments.base import GymStep, Restoration, Split, TaskRow, TaskSource, ToolResult, Verdict
+from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError
 from roundhouse.health.policy import Kind, code_of, kind_of, typed
 from roundhouse.retry import Backoff
 from roundhouse.trajectories.records import FailureKind, derive_seed
+from roundhouse.trajectories.storable import storable_text
+from roundhouse.user_code import describe_error, running_here
 
 if TYPE_CHECKING:
     from roundhouse.rollout.agents import RolloutAttempt
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FAILURE_HEADER = "X-Roundhouse-Failure"
-"""Our servers set it to `infra` where the environment says that its infrastructure failed. Foreign servers never do."""
+"""Our servers set this header to `infra` for infrastructure failures of the environment, and to `data` if its code raised.
+Foreign servers never set it."""
 FAILURE, TERMINAL, DETAIL = "_ng_failure_class", "_ng_failure_terminal", "_ng_failure_detail"
 """Fields of a row that failed: the code, whether another attempt cannot help, the reason in words."""
 SESSION_HEADER = "X-Roundhouse-Session"
@@ -57,7 +60,19 @@ class EnvironmentTimeout(InfraError):
 
 
 class EnvironmentUnavailable(InfraError):
-    """The resources server answered that it cannot serve now: overloaded, restarted, or something behind it is down."""
+    """The resources server answered with a 5xx: it is overloaded, restarting or broken, or a service behind it is down."""
+
+
+class EnvironmentLost(InfraError):
+    """The process of an environment ended, or a session in it could not be continued."""
+
+
+class EnvironmentRestarted(InfraError):
+    """The process of an environment was replaced because of another rollout's call. Such an attempt is not counted."""
+
+
+class EnvironmentBlocked(DataError):
+    """A call of an environment held the interpreter's lock, so that its process had to be killed."""
 
 
 class ToolTimeout(InfraError):
@@ -73,7 +88,7 @@ class JudgeFailed(InfraError):
 
 
 class BadTaskRow(DataError):
-    """The task row does not have the shape that `responses_create_params` must have."""
+    """The task row is not JSON, or does not have the shape that `responses_create_params` must have."""
 
 
 class SeedFailed(DataError):
@@ -85,11 +100,11 @@ class SnapshotFailed(DataError):
 
 
 class VerifierFailed(DataError):
-    """The verifier raised, or its answer is no verdict."""
+    """The verifier raised an exception or returned an invalid verdict."""
 
 
 class StepFailed(DataError):
-    """The environment could not play a step, or its answer is none."""
+    """The environment failed to play a step or returned an invalid one."""
 
 
 class AgentUnavailable(InfraError):
@@ -105,7 +120,7 @@ class AgentGaveUp(DataError):
 
 
 class BadAgentAnswer(DataError):
-    """What the agent answered is no rollout."""
+    """The agent's reply is not a valid rollout."""
 
 
 class NoTrainableTokens(DataError):
@@ -116,16 +131,12 @@ class UnknownAgent(DataError):
     """The head server knows no such agent."""
 
 
-class BadReward(DataError):
-    """The verdict's reward (or one of its numbers) is not a finite number."""
-
-
 class BadCompletion(DataError):
     """The engine's answer does not have the shape of a completion."""
 
 
 def detail_of(row: Mapping[str, Any]) -> str | None:
-    """Why a row failed, in the field of ours or where servers of NeMo Gym's put it; None where it does not say."""
+    """Return the failure detail of a row, from our field or NeMo Gym's; None if it is missing."""
     details = (row.get(key) for key in (DETAIL, "_ng_failure_judge_error", "error"))
     return next((str(text) for text in details if text), None)
 
@@ -138,6 +149,39 @@ def classify(error: Exception) -> tuple[FailureKind, str, str]:
     return kind, code_of(known), detail
 
 
+def at_limit(error: TimeoutError, failure: InfraError) -> InfraError | DataError:
+    """Return the failure of a call that reached its time limit.
+
+    An environment's process may know more than the limit, and leaves it in the arguments of the cancellation: the line at which
+    the call blocks, which is added to `failure`, or the failure itself.
+    """
+    known = error.__cause__.args[:1] if isinstance(error.__cause__, asyncio.CancelledError) else ()
+    if known and isinstance(known[0], (InfraError, DataError)):
+        return known[0]
+    return type(failure)(f"{failure} It stands at {known[0]}.") if known and known[0] else failure
+
+
+async def results_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of work that runs at once, in its order. The first failure ends the others.
+
+    A cancellation keeps the arguments that a part of the work left in its own, for `at_limit`.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    except asyncio.CancelledError as cancellation:
+        for task in filter(asyncio.Task.cancelled, tasks):
+            try:
+                task.result()
+            except asyncio.CancelledError as own:
+                cancellation.args = own.args or cancellation.args
+        raise
+    return [task.result() for task in tasks]
+
+
 def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
     """Seconds to wait after failed attempt `attempt` (1, 2, …): exponential, the upper half of it at random by `seed`,
     so that rollouts which failed together do not come back together."""
@@ -147,12 +191,11 @@ def retry_delay(retry: RetryPolicy, attempt: int, seed: int) -> float:
 
 def _detail(error: BaseException) -> str:
     text = str(error) or type(error).__name__
-    # A verifier's or a proxy's error page may hold megabytes; lone surrogates cannot be written as UTF-8.
-    return text[:2000].encode("utf-8", "replace").decode()
+    return storable_text(text[:2000])  # a verifier's or a proxy's error page may hold megabytes
 
 
 async def call_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function of the user's returns. One that is not `async` runs in a thread."""
+    """Call a user's function and return its result. Functions that are not `async` run in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     result = await in_thread(function, *arguments, **named)
@@ -160,14 +203,20 @@ async def call_function(function: Callable[..., Any], *arguments: Any, **named: 
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """What a plain function returns, from a thread of its own: as many wait at once as rollouts are in flight (a pool has as
-    many threads as there are cores, and a few), and one that hangs does not keep the process from its end."""
+    """Run a plain function in a new thread and return its result.
+
+    A pool would limit waiting calls to a few per core, and a hanging call would keep the process from exiting.
+    """
     loop, context, ended = asyncio.get_running_loop(), contextvars.copy_context(), asyncio.Event()
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
+    def marked() -> T:
+        with running_here():
+            return function(*arguments, **named)
+
     def run() -> None:
         try:
-            outcome.set_result(context.run(function, *arguments, **named))
+            outcome.set_result(context.run(marked))
         except BaseException as error:  # noqa: BLE001 (raised again where it is awaited)
             outcome.set_exception(error)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
@@ -178,31 +227,60 @@ async def in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -
     return outcome.result()
 
 
-async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:
-    """What a verifier of the user's returns.
+def as_verdict(verdict: object) -> Verdict:
+    """Return the result of a verifier as a verdict; a plain number is the reward.
 
     Raises:
-        VerifierFailed: it raised anything but an InfraError or a DataError, which pass; `name` says which one it was.
+        VerifierFailed: it is neither.
+    """
+    if isinstance(verdict, Real):
+        return Verdict(verdict)  # type: ignore[arg-type]  # any real number, which the agent converts and checks
+    if not isinstance(verdict, Verdict):
+        raise VerifierFailed(f"verify returned a {type(verdict).__name__}; it must return a Verdict or a number.")
+    return verdict
+
+
+def rows_of(environment: TaskSource, split: Split) -> Sequence[TaskRow]:
+    """Return the task rows of a split.
+
+    Raises:
+        ConfigError: the environment's own code fails.
+    """
+    try:
+        return environment.tasks(split)
+    except RoundhouseError:
+        raise
+    except Exception as error:  # the environment's code ends here
+        raise ConfigError(f"{environment.name}: tasks({split!r}) raised {describe_error(error)}.") from error
+
+
+async def call_verifier(name: str, verify: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a user's verifier and return its result.
+
+    Raises:
+        VerifierFailed: it raised an exception other than InfraError or DataError, which pass; `name` names the
+            verifier.
     """
     try:
         return await call_function(verify, *arguments)
     except (InfraError, DataError):
         raise
     except Exception as error:  # the verifier's code ends here; its failure becomes an outcome
-        raise VerifierFailed(f"{name} raised {error!r}") from error
+        row = next((argument for argument in arguments if isinstance(argument, dict)), None)
+        raise VerifierFailed(f"{name} raised {describe_error(error, row)}") from error
 
 
 class Agent(Protocol):
     """Plays rollouts of one environment."""
 
     async def play(self, attempt: RolloutAttempt, environment: Any) -> None:
-        """Play one attempt to its outcome and write it into `attempt.rollout`: status, reward, items, turns.
+        """Play one attempt to its outcome and write status, reward, items and turns into `attempt.rollout`.
 
         Args:
-            environment: where the agent begins its session, by the protocol that it plays.
+            environment: client of the protocol that the agent plays.
 
         Raises:
-            InfraError, DataError: the attempt failed; what was learnt until then stays in the rollout.
+            InfraError, DataError: the attempt failed; the rollout keeps everything recorded so far.
         """
         ...
 
@@ -212,11 +290,11 @@ class RolloutSession(Protocol):
 
     @property
     def needs_close(self) -> bool:
-        """False: there is nothing to give back, and `close` need not be called."""
+        """Whether `close` must be called."""
         ...
 
     async def close(self) -> None:
-        """Give back what the session holds. Never before its last call has returned or was given up."""
+        """Release the session's resources. Called only after its last call has returned or was abandoned."""
         ...
 
 
@@ -225,7 +303,7 @@ class EnvironmentSession(RolloutSession, Protocol):
 
     @property
     def ordered(self) -> bool:
-        """Calls of one reply must run one after the other, since a call may see what an earlier one did."""
+        """Whether the calls of one reply run one after the other because a call may depend on the previous one."""
         ...
 
     @property
@@ -239,10 +317,10 @@ class EnvironmentSession(RolloutSession, Protocol):
         ...
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
-        """Call a tool; what goes wrong with it is a text for the policy.
+        """Call a tool. Errors of the tool are returned as text for the policy.
 
         Raises:
-            InfraError: the environment cannot be reached, or says that its infrastructure failed.
+            InfraError: the environment cannot be reached or reports an infrastructure failure.
         """
         ...
 
@@ -275,12 +353,12 @@ class EnvironmentClient(Protocol):
 
     @property
     def restoration(self) -> Restoration:
-        """How an interrupted rollout can resume."""
+        """Return the method by which an interrupted rollout resumes."""
         ...
 
     @property
     def agent(self) -> Agent:
-        """Who plays it."""
+        """Return the agent that plays this environment."""
         ...
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
@@ -308,7 +386,7 @@ class ClosedOnExit:
 
 
 class ClientWithRows(ClosedOnExit):
-    """What environments have in common whose task rows come from files."""
+    """Base of clients whose task rows come from files."""
 
     def __init__(self, train: Sequence[TaskRow] = (), heldout: Sequence[TaskRow] = ()) -> None:
         self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}
@@ -318,7 +396,7 @@ class ClientWithRows(ClosedOnExit):
 
 
 class SeedsSessions(Protocol):
-    """Where a rollout of the tool protocol begins."""
+    """A client that starts sessions of the tool protocol."""
 
     async def seed_session(self, row: TaskRow) -> EnvironmentSession:
         """Begin a rollout.
@@ -334,7 +412,7 @@ class ToolEnvironment(EnvironmentClient, SeedsSessions, Protocol):
 
 
 class BeginsEpisodes(Protocol):
-    """Where a rollout of the Gymnasium protocol begins."""
+    """A client that starts episodes of the Gymnasium protocol."""
 
     async def reset(self, row: TaskRow) -> tuple[EpisodeSession, str | None]:
         """Begin an episode: its session and the first observation.
@@ -350,7 +428,7 @@ class EpisodeEnvironment(EnvironmentClient, BeginsEpisodes, Protocol):
 
 
 class Snapshotting(Protocol):
-    """What a session offers in addition if the environment's `restoration` is snapshot."""
+    """A session that can be written as a snapshot (`restoration` is snapshot)."""
 
     async def snapshot(self) -> Any:
         """The session as a JSON value.
@@ -362,7 +440,7 @@ class Snapshotting(Protocol):
 
 
 class Restorable(Protocol):
-    """What the client offers in addition in that case."""
+    """A client that can restore sessions from snapshots."""
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
         """The session (of either protocol) that a snapshot shows.

@@ -1,42 +1,37 @@
-"""A stored rollout in the place of the policy: its recorded replies up to its end, or up to a turn from which a live policy
-answers (a branch).
+"""Replay a stored rollout as the policy, completely or up to the turn at which a live policy takes over (a branch).
 
-Invariants: the agent loop is the one that collected (`roundhouse.rollout.agents`), so that what reaches the verifier is built
-as it was then; before each recorded reply, everything that the environment has said must be what it said when the reply was
-given, else the rollout is refused with a reason. Of a branch the policy makes the turns from there on alone, and only these
-are trained on.
+Invariants: the agent loop is the same as in collection (`roundhouse.rollout.agents`), so the verifier receives the same
+input. Before each recorded reply, the environment's answers must equal the recorded ones; otherwise the rollout is
+refused with a reason.
 
     recorded         task  reply 0  tool  reply 1  tool  reply 2  reward
     Recording        task  reply 0  TOOL  reply 1  TOOL  reply 2  VERIFY        CAPITALS: really called, and compared
     Branch at 1      task  reply 0  TOOL  REPLY 1  TOOL  REPLY 2  VERIFY
 
-As a sampling strategy (`rollout.branching`), some of an iteration's rollouts go on anew from one of their turns, after all of
-them. Which turns are branched is a pure function of the section, of (run seed, iteration) and of what the store holds of
-the rollouts, so that an interrupted stage that resumes chooses the same ones; of a group, which rollouts are taken depends on
-the others only by who comes first. Each branch is a rollout of the same stage, by the same policy version. Only its new turns
-are trained on, so that the turns before have their one gradient in the rollout that it leaves, and only they are generated.
+`rollout.branching` samples branches of some rollouts after an iteration's rollouts are complete. The choice of turns is
+a pure function of the section, (run seed, iteration) and the stored rollouts, so a resumed stage makes the same choice.
+Each branch is a rollout of the same stage and policy version. Only its new turns are generated and trained on.
 
     group a (rewards 1 0 0)     a/0 ── a/1 ── a/2        rollouts 1, samples 4: a/1 is drawn, and its turn 2
-    group a/1@2                 a/1@2/0 … a/1@2/3        four new ends, compared with each other and with that of a/1
-    group b (rewards 0 0 0)     none: it teaches nothing either way
+    group a/1@2                 a/1@2/0 … a/1@2/3        four new ends, compared with each other and with a/1
+    group b (rewards 0 0 0)     skipped: without spread it has no gradient
 
-From a state, the rewards of several ends say what the choice there is worth (VinePPO, arXiv 2410.01679, does so from every
-step; it is a baseline that no critic has to learn). Where to branch is drawn, or is where the policy was least certain right
-after the environment had answered: there the entropy of the first tokens rises and alternatives are worth more (ARPO, arXiv
-2507.19849, section 3; TreeRL, arXiv 2506.11902, branches at its most uncertain tokens). Both branch by entropy; here it is
-the mean of -log p of the tokens that were sampled, its estimate from one sample, since the store has no distributions.
+Several ends of one state estimate its value without a critic (VinePPO, arXiv 2410.01679). Branch points are drawn at
+random or at the highest uncertainty after an observation (ARPO, arXiv 2507.19849, section 3; TreeRL, arXiv 2506.11902).
+The uncertainty is the mean of -log p over the first sampled tokens, a one-sample estimate of the entropy, because the
+store has no distributions.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from roundhouse.config.models import RolloutConfig, Sampling
-from roundhouse.config.rollout import Branching
+from roundhouse.config.rollout import LARGEST_REWARD, Branching
 from roundhouse.errors import DataError
 from roundhouse.generation.protocol import Completion, ContextOverflow, PolicyClient, policy_of
 from roundhouse.rollout.agents import RolloutAttempt, run_rollout
@@ -58,7 +53,8 @@ UNLIMITED = 2**31 - 1
 
 
 class NotRebuilt(DataError):
-    """The environment did not answer as it had, or the recording does not say enough. `reason` is short and stable."""
+    """The environment's answers differ from the recording, or the recording is incomplete. `reason` is short and
+    stable."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -83,9 +79,10 @@ class Recording:
     """One stored rollout, in the place of the policy; and its environment with an agent that can be watched."""
 
     def __init__(self, rollout: Rollout, environment: EnvironmentClient) -> None:
-        """
+        """Read the replies and answers of a stored rollout.
+
         Raises:
-            NotRebuilt: the items do not say which reply is whose, or tools were called that nobody may call again.
+            NotRebuilt: replies cannot be told apart in the items, or a called tool must not be called again.
         """
         self.name = environment.name
         self._environment = environment
@@ -119,7 +116,7 @@ class Recording:
     async def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
     ) -> Completion:
-        """The next recorded reply, where all that came before it is as recorded."""
+        """Return the next recorded reply if everything before it equals the recording."""
         number = self._next
         if number == len(self._replies):
             if self._overflowed:
@@ -145,7 +142,8 @@ class Recording:
         return self._stored.finish_reason == "max_tokens" and not _is_reply(self._stored.items[-1])
 
     def limits(self, seconds: float) -> RolloutConfig:
-        """The limits under which this recording ends where it ended, whatever the run's were. The row has its system prompt."""
+        """Return limits under which this recording ends at its recorded end, whatever limits the run had. The row has
+        its system prompt."""
         turns, most = self._stored.turns, UNLIMITED
         if turns and self._stored.finish_reason == "max_tokens" and not self._overflowed:
             used = len(self._prompts[-1]) + len(turns[-1].generation_token_ids)
@@ -158,6 +156,7 @@ class Recording:
             timeout_seconds=seconds,
             tool_timeout_seconds=seconds,
             parallel_tool_calls=False,
+            reward_limit=LARGEST_REWARD,
         )
 
     def refused(self, played: Rollout) -> NotRebuilt | None:
@@ -187,8 +186,8 @@ class Recording:
             min(len(now), end),
         )
         was = _said(then[place])[:300] if place < end else "nothing"
-        found = _said(now[place])[:300] if place < len(now) else "nothing"
-        raise self._refuse("other_answer", f"{where}, item {place} was {was!r} and is now {found!r}")
+        answer = _said(now[place])[:300] if place < len(now) else "nothing"
+        raise self._refuse("other_answer", f"{where}, item {place} was {was!r} and is now {answer!r}")
 
     def _refuse(self, reason: str, detail: str) -> NotRebuilt:
         self._refused = self._refused or NotRebuilt(reason, detail)
@@ -199,9 +198,10 @@ class Branch(Recording):
     """A stored rollout up to one of its turns, in the place of the policy; a live policy from there."""
 
     def __init__(self, point: BranchPoint, environment: EnvironmentClient, policy: PolicyClient) -> None:
-        """
+        """Prepare the branch at a turn of a stored rollout.
+
         Raises:
-            NotRebuilt: as of `Recording`; or the rollout has no such turn.
+            NotRebuilt: see `Recording`; or the rollout does not have this turn.
         """
         rollout, turn = point.rollout, point.turn
         super().__init__(rollout, environment)
@@ -213,7 +213,7 @@ class Branch(Recording):
         self._asked = False
 
     async def play(self, attempt: RolloutAttempt, environment: Any) -> None:
-        """Play by the environment's own agent; once more, where an interrupted attempt's calls did not fit."""
+        """Play with the environment's agent. Play again if the calls of an interrupted attempt diverge."""
         self._refused, self._asked = None, False
         attempt.engine = self._policy
         await super().play(attempt, environment)
@@ -223,7 +223,7 @@ class Branch(Recording):
     ) -> Completion:
         """The next recorded reply; from the branch on, the policy's."""
         assert self._live is not None, "an agent plays before it asks"
-        self._next = len(self._live.turns)  # those that a journal has answered never came here
+        self._next = len(self._live.turns)  # the journal answers calls before they reach this client
         if self._next < self._turn:
             return await super().complete(messages, tools, sampling, seed)
         if self._next == self._turn:
@@ -232,8 +232,11 @@ class Branch(Recording):
         return await self._policy.complete(messages, tools, sampling, seed)
 
     def refused(self, played: Rollout) -> NotRebuilt | None:
-        """Why there is no branch; None where the policy was asked, whatever came of it, and of a failure of infrastructure,
-        after which another attempt may get there."""
+        """Return the reason why the branch was not made.
+
+        None if the policy was asked, whatever the result, and after infrastructure failures, because another attempt
+        may succeed.
+        """
         if self._refused is not None or self._asked or len(played.turns) > self._turn:
             return self._refused
         if played.status is not Status.FAILED:
@@ -252,9 +255,10 @@ async def run_branch(
     attempt: int = 1,
     **options: Any,
 ) -> Rollout:
-    """One attempt at a branch (`spec.branch`); its recorded turns are not trained on. Arguments as of `play_rollout`.
+    """Attempt a branch (`spec.branch`) without training on its recorded turns. See `play_rollout` for the arguments.
 
-    Where the recording cannot be followed to the turn, a failed rollout with the code `not_rebuilt`, a data failure.
+    If the recording cannot be followed to the turn, return a failed rollout with the code `not_rebuilt`, a data
+    failure.
     """
     point = spec.branch
     assert point is not None, "other rollouts are run by run_rollout"
@@ -274,14 +278,14 @@ async def run_branch(
 
 
 def _replies(rollout: Rollout) -> tuple[list[int], list[dict[str, Any]]]:
-    """For each turn, the index of its reply's first item, and the reply as a chat message.
+    """Return, per turn, the index of its reply's first item and the reply as a chat message.
 
-    A reply's items follow one another; where two replies do (a world that answers nothing), a reasoning or message item
-    begins the next, since a reply has its thoughts first, then its text, then its calls.
+    The items of a reply are adjacent. Between two adjacent replies (the environment answered nothing), a reasoning or
+    message item begins the next reply, because a reply has thoughts first, then text, then calls.
     """
     starts: list[int] = []
-    given = rollout.task["responses_create_params"]["input"]
-    before = 1 if isinstance(given, str) else len(given)
+    initial = rollout.task["responses_create_params"]["input"]
+    before = 1 if isinstance(initial, str) else len(initial)
     rank = 3
     for index, item in enumerate(rollout.items):
         if index < before or not _is_reply(item):
@@ -308,12 +312,13 @@ def _is_reply(item: Item) -> bool:
 
 
 def _said(item: Item) -> str:
-    """What an item says, without its id."""
+    """Return an item's content without its ID."""
     return repr({key: value for key, value in item.items() if key not in ("id", "status")})
 
 
 FIRST_TOKENS = 16
-"""Of a turn, that say how certain the policy was when it began: a long reply has many more that follow from its beginning."""
+"""Number of first tokens of a turn that measure the policy's uncertainty. Later tokens mostly follow from the
+beginning."""
 
 
 def branch_points(
@@ -325,8 +330,7 @@ def branch_points(
     """
     candidates: dict[str, list[Rollout]] = {group: [] for group in groups}
     for rollout in rollouts:
-        ended = rollout.status in (Status.COMPLETED, Status.TRUNCATED)
-        if ended and len(rollout.turns) > 1 and rollout.group_id in candidates:
+        if rollout.status.counted and len(rollout.turns) > 1 and rollout.group_id in candidates:
             candidates[rollout.group_id].append(rollout)
 
     def order(rollout: Rollout) -> int:
@@ -353,21 +357,30 @@ def certainty(turn: Turn) -> float:
 
 
 def branched_groups(sampled: Sampled) -> list[str]:
-    """The groups with spread that the rounds of an iteration came to; of dynamic sampling, those that it keeps."""
+    """Return an iteration's groups with spread; under dynamic sampling, only the kept ones."""
     return sampled.kept if sampled.dynamic else groups_with_spread(sampled.rollouts)
 
 
 def plan_branches(
-    rollouts: Sequence[Rollout], groups: Collection[str], config: Branching, seed: int, iteration: int
+    rollouts: Sequence[Rollout],
+    groups: Collection[str],
+    config: Branching,
+    seed: int,
+    iteration: int,
+    taken: Container[str] = (),
 ) -> list[RolloutSpec]:
-    """`config.samples` branches of each of the `branch_points`; `rollouts` are whole."""
-    points = branch_points(rollouts, groups, config, seed, iteration)
-    return [branch_spec(point.rollout, point.turn, sample) for point in points for sample in range(config.samples)]
+    """Return `config.samples` branches of each of the `branch_points`; `rollouts` are whole.
+
+    Args:
+        taken: ids of the iteration's groups.
+    """
+    points, samples = branch_points(rollouts, groups, config, seed, iteration), range(config.samples)
+    return [branch_spec(point.rollout, point.turn, sample, taken) for point in points for sample in samples]
 
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """What the branches of an iteration came to."""
+    """Branches of an iteration with their counts."""
 
     specs: Sequence[RolloutSpec]
     rollouts: Sequence[Rollout]
@@ -379,13 +392,14 @@ class Branched:
         return {spec.branch.rollout.rollout_id: spec.branch for spec in self.specs if spec.branch is not None}
 
     def metrics(self) -> dict[str, float]:
-        """Of the branches alone."""
+        """Return metrics of the branches alone."""
         points = self.points
-        before = {name: point.rollout.reward for name, point in points.items() if point.rollout.reward is not None}
+        rewards = {name: point.rollout.counted_reward for name, point in points.items()}
+        before = {name: reward for name, reward in rewards.items() if reward is not None}
         ends: dict[str, list[float]] = {name: [] for name in points}
         for each in self.rollouts:
-            if each.reward is not None and each.branched_from is not None:
-                ends[each.branched_from].append(each.reward)
+            if (reward := each.counted_reward) is not None and each.branched_from is not None:
+                ends[each.branched_from].append(reward)
         means = {"branching/reward": [reward for own in ends.values() for reward in own]}
         means["branching/reward_before"] = list(before.values())
         return {

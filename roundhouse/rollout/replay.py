@@ -1,31 +1,28 @@
-"""Replay of an interrupted attempt's finished model calls, the recording of those that follow, and how a journal stores them.
+"""Replay the finished model calls of an interrupted attempt, record new ones, and store them in a journal.
 
-A policy and an environment are wrapped so that an agent cannot tell recorded answers from live ones.
+Wrappers around policy and environment make recorded answers indistinguishable from live ones for the agent.
 
-Invariants: a recorded reply is given to no other request than the one that it answered (messages, tools, sampling and seed, by
-digest), with the prompt that the engine saw (its tokens, by digest), and only when the environment had answered what it had
-answered then. Where anything differs, `divergence` says what, and the attempt's outcome is void: the rollout has to start
-afresh. After the last recorded call, engine and environment are asked as usual, under the same seeds.
+Invariants: a recorded reply answers only its original request (messages, tools, sampling and seed, by digest) with its
+original prompt tokens (by digest), and only if the environment's answers were equal. On any difference `divergence` has
+the reason, the attempt is void and the rollout restarts. After the last recorded call, engine and environment are
+called live with the same seeds.
 
     recorded before                  call 0 ── tool ── call 1
     resumed, environment replays     call 0    TOOL    call 1 ── TOOL ── CALL 2 …       CAPITALS: really called
     resumed, from a snapshot         call 0    tool    call 1 ── TOOL ── CALL 2 …
 
-What the environment answered after the newest finished call is not recorded: it is asked for that again.
+Environment answers after the newest finished call are not recorded; they are requested again.
 
-Stored, a row is a call, or says how a rollout continued: `resumed` after so many calls that were not made again, `restarted`
-from its first call, and why. What is read is what was written, to the last bit of a log-probability; storage is linear in
-tokens, since a row holds only what its prompt adds.
-
-The journal holds the finished model calls of unfinished rollouts, so that an interruption does not cost them. What it hands out
-for a rollout are its calls from the first on, without a gap, made under its seed by the policy version that is being collected;
-where there is something on record that cannot be used, the reason is counted. Memory holds the calls of rollouts in flight
-(their agents hold the same tokens) and those not taken to the store yet; a finished rollout leaves nothing behind.
+A journal row is a call, or an event: `resumed` (after how many replayed calls) or `restarted` (with the reason).
+Reading returns the written values to the last bit. A row stores only the tokens that its prompt adds, so storage is
+linear in tokens. For a rollout, the journal returns its calls from the first one without a gap, of its seed and of the
+collected policy version; unusable records are counted by reason. Memory holds calls of rollouts in flight and calls not
+yet stored; finished rollouts are removed.
 
     journal = TurnJournal(policy_version=3)
-    journal.read(part) …                 what earlier, interrupted attempts had written, in order
+    journal.read(part) …                       parts of earlier attempts, in order
     calls = journal.recorded(spec, "replay")   for each attempt at a rollout; it records into the journal
-    part = journal.take()                what to write down now, or None
+    part = journal.take()                      rows to store now, or None
 """
 
 from __future__ import annotations
@@ -73,22 +70,22 @@ JOURNAL = pa.schema(
         ("number", pa.int32()),  # of a call: 0, 1, …; else how many calls were on record
         ("reason", pa.string()),  # of a restart
         ("seed", pa.int64()),  # the rollout's
-        ("request", pa.string()),  # digest of what was asked
-        ("message", pa.string()),  # JSON: the reply; null where the environment cannot be restored
-        ("answers", pa.string()),  # JSON: what the environment had answered since the call before
+        ("request", pa.string()),  # digest of the request
+        ("message", pa.string()),  # JSON: the reply; null if the environment cannot be restored
+        ("answers", pa.string()),  # JSON: the environment's answers since the previous call
         ("snapshot", pa.string()),  # JSON: the session at this call; only of a part's newest call
         # of a call; of a restart: of all calls that are lost
         pa.field("generated_tokens", pa.int64(), metadata={"added_later": "null in parts of earlier versions"}),
         *(TURNS.field(name) for name in _TURN_FIELDS if name != "generation_log_probs"),
-        ("generation_log_probs", pa.list_(pa.float64())),  # as the engine said them
+        ("generation_log_probs", pa.list_(pa.float64())),  # as reported by the engine
     ]
 )
-"""One row an event; null where a column says nothing about it."""
+"""One row per event; columns that do not apply are null."""
 
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A finished model call, and what the environment had answered since the call before it."""
+    """A finished model call, with the environment's answers since the previous call."""
 
     rollout_id: str
     seed: int
@@ -96,18 +93,18 @@ class RecordedCall:
     number: int
     """0, 1, … in the order of the calls."""
     turns: Sequence[Turn]
-    """Where its turn is, or will be: the agent of a live rollout makes it right after the reply."""
+    """List that holds its turn; in a live rollout the agent appends the turn right after the reply."""
     place: int
     """Its index there."""
     request: str = ""
-    """Digest of what was asked."""
+    """Digest of the request."""
     message: dict[str, Any] | None = None
     """The reply. None: the environment cannot be restored, so only the fact is noted."""
     answers: list[dict[str, Any] | None] = field(default_factory=list)
     snapshot: str | None = None
     """JSON: the session as it was when this call was made."""
     generated_tokens: int = 0
-    """Of the reply, also where no more than the fact is noted."""
+    """Number of tokens of the reply, recorded even without the message."""
 
     @property
     def turn(self) -> Turn | None:
@@ -115,12 +112,12 @@ class RecordedCall:
 
     @property
     def finished_turn(self) -> Turn:
-        """Of a call that is played back."""
+        """Return the turn of a replayed call."""
         assert self.turn is not None, "only finished calls are played back"
         return self.turn
 
     def completion(self, prompt: list[int]) -> Completion:
-        """The reply as the engine gave it to `prompt`, whose tokens are those of all calls that it continues."""
+        """Return the engine's reply to `prompt`, the tokens of all calls that it continues."""
         assert self.message is not None, "only calls of environments that can be restored are played back"
         turn = self.finished_turn
         return Completion(
@@ -137,14 +134,14 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a rollout with recorded calls was resumed."""
+    """Resumption or restart of a rollout with recorded calls."""
 
     rollout_id: str
     calls: int
     reason: str = ""
     """Why it was started afresh; empty when it was resumed."""
     lost_tokens: int = 0
-    """Of a rollout that was started afresh: what its recorded calls had generated."""
+    """Generated tokens of the discarded calls of a restarted rollout."""
 
 
 class Recorder(Protocol):
@@ -205,7 +202,7 @@ def _call_row(call: RecordedCall) -> dict[str, Any]:
     return row | {
         "request": call.request,
         "message": json.dumps(call.message),
-        "answers": json.dumps(call.answers, default=repr),
+        "answers": json.dumps(call.answers, default=repr, skipkeys=True),
         "snapshot": call.snapshot,
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
     }
@@ -213,7 +210,7 @@ def _call_row(call: RecordedCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What an episode begins with."""
+    """First observation of an episode."""
 
     observation: str | None
 
@@ -228,7 +225,7 @@ class Divergence:
 
 
 class Diverged(DataError):
-    """The rollout took another course than its recording. It ends the attempt; `RecordedCalls.divergence` is what counts."""
+    """The rollout differs from its recording. This ends the attempt; `RecordedCalls.divergence` has the cause."""
 
 
 EnvironmentAnswer = TypeVar("EnvironmentAnswer", ToolResult, GymStep, Opening)
@@ -251,7 +248,7 @@ class RecordedCalls:
 
     @property
     def replays(self) -> bool:
-        """Whether the environment can be restored, so that more than the bare fact of a call is recorded."""
+        """Return whether the environment can be restored. If so, complete calls are recorded, not only their number."""
         return self._restoration != "none"
 
     def divergence(self, rollout: Rollout) -> Divergence | None:
@@ -287,7 +284,8 @@ class RecordedCalls:
         return call.completion(prompt)
 
     def _prompt(self, turn: Turn) -> list[int]:
-        """The whole prompt, from what the calls added that it continues: not always the one before."""
+        """Return the whole prompt, joined from the parts of the calls that it continues, which may skip the previous
+        call."""
         parts = [turn.prompt_token_ids]
         while turn.parent is not None:
             turn = self._recorded[turn.parent].finished_turn
@@ -295,7 +293,7 @@ class RecordedCalls:
         return list(itertools.chain.from_iterable(reversed(parts)))
 
     def record(self, rollout: Rollout, completion: Completion, request: str = "", snapshot: str | None = None) -> None:
-        """The engine has answered. Where nothing can be replayed, only the fact is noted, and how many tokens it generated."""
+        """Record an engine reply. Without replay, record only the number of generated tokens."""
         number, message = self._next, completion.message if self.replays else None
         self._next += 1
         self._recorder.record(
@@ -315,7 +313,7 @@ class RecordedCalls:
         self._answers = []
 
     async def snapshot(self) -> str | None:
-        """The session as it is now, where it can be written down."""
+        """Return the session's snapshot as JSON; None if it has no snapshots."""
         if self._restoration != "snapshot" or self._session is None:
             return None
         try:
@@ -337,23 +335,23 @@ class RecordedCalls:
             raise self._diverged("not_restored", str(error)) from error
 
     def begun(self, session: EnvironmentSession | EpisodeSession) -> None:
-        """The session whose snapshots are recorded."""
+        """Set the session whose snapshots are recorded."""
         self._session = cast(Snapshotting, session)
 
     async def answer(
         self, kind: type[EnvironmentAnswer], ask: Callable[[], Awaitable[EnvironmentAnswer]]
     ) -> EnvironmentAnswer:
-        """An answer of the environment: `ask`ed for, or the recorded one where the session was restored."""
+        """Return an environment's answer: from `ask`, or the recorded one if the session was restored."""
         place, recorded = len(self._answers), self._recorded_answer(len(self._answers))
         self._answers.append(recorded)
         if recorded is not None and self._restoration == "snapshot":
             return kind(**recorded)
         answer = await ask()
-        shown = {name: getattr(answer, name) for name in kind.__dataclass_fields__}
-        self._answers[place] = shown
-        if recorded is not None and _text(shown) != _text(recorded):
+        fields = {name: getattr(answer, name) for name in kind.__dataclass_fields__}
+        self._answers[place] = fields
+        if recorded is not None and _text(fields) != _text(recorded):
             where = f"before call {self._next}, answer {place} of the environment"
-            change = f"was {_text(recorded)[:300]} and is now {_text(shown)[:300]}"
+            change = f"was {_text(recorded)[:300]} and is now {_text(fields)[:300]}"
             raise self._diverged("other_answer", f"{where} {change}")
         return answer
 
@@ -369,7 +367,7 @@ class RecordedCalls:
 
 
 class ReplayingPolicy:
-    """A policy whose recorded replies are given again."""
+    """A policy that repeats its recorded replies first."""
 
     def __init__(self, calls: RecordedCalls, rollout: Rollout, policy: PolicyClient) -> None:
         self._calls = calls
@@ -394,7 +392,7 @@ class ReplayingPolicy:
 
 
 class ReplayingEnvironment:
-    """What an agent begins a session of either protocol with: a new one, or the one that the newest snapshot shows."""
+    """An environment that starts a new session or restores the newest snapshot, for either protocol."""
 
     def __init__(self, calls: RecordedCalls, environment: EnvironmentClient) -> None:
         self._calls = calls
@@ -427,7 +425,7 @@ class ReplayingEnvironment:
 
 
 class ReplayingSession:
-    """A tool session whose recorded answers are given again."""
+    """A tool session that repeats its recorded answers first."""
 
     def __init__(self, calls: RecordedCalls, session: EnvironmentSession) -> None:
         self._calls = calls
@@ -450,7 +448,7 @@ class ReplayingSession:
 
 
 class ReplayingEpisode:
-    """An episode whose recorded steps are given again."""
+    """An episode that repeats its recorded steps first."""
 
     def __init__(self, calls: RecordedCalls, session: EpisodeSession) -> None:
         self._calls = calls
@@ -479,31 +477,35 @@ def request_digest(messages: list[dict[str, Any]], tools: list[dict[str, Any]], 
 
 
 def _text(answer: dict[str, Any]) -> str:
-    """Equal for an answer and for what the journal holds of it."""
-    return json.dumps(answer, sort_keys=True, default=repr)
+    """Serialise an answer, equally before and after a pass through the journal."""
+    return json.dumps(answer, sort_keys=True, default=repr, skipkeys=True)
 
 
 class TurnJournal:
-    """Of one stage."""
+    """Journal of the model calls of one collect stage."""
 
     def __init__(self, policy_version: int | None = None, oldest_version: int | None = None) -> None:
-        """`policy_version`: calls that another one answered are not used, but for those from `oldest_version` on where older
-        ones are allowed; None takes any."""
+        """Create an empty journal.
+
+        Args:
+            policy_version: use only calls of this version; None uses all calls.
+            oldest_version: also use calls of versions from this one on.
+        """
         self._oldest_version = policy_version if oldest_version is None else oldest_version
         self.resumptions = ResumptionCounts()
         self._policy_version = policy_version
         self._calls: dict[str, list[RecordedCall]] = {}
-        """Of unfinished rollouts."""
+        """Calls of unfinished rollouts."""
         self._gaps: set[str] = set()
         """Rollouts of which earlier calls are lost: their part is damaged, or not listed yet."""
         self._waiting: dict[str, list[RecordedCall]] = {}
         self._events: list[Resumption] = []
 
     def read(self, part: pa.Table, leave_out: Container[str] = ()) -> None:
-        """Take up a part of an earlier attempt; later parts know better.
+        """Read a part of an earlier attempt. Later parts override earlier ones.
 
         Args:
-            leave_out: rollouts whose calls are of no use any more.
+            leave_out: rollouts whose calls are not needed any more.
         """
         for event in journal_events(part):
             if isinstance(event, RecordedCall):
@@ -534,13 +536,14 @@ class TurnJournal:
         return RecordedCalls(self, restoration, tuple(calls))
 
     def finished(self, rollout: Rollout) -> None:
-        """A rollout has its outcome. Of one that failed for infrastructure the calls stay: another attempt can use them."""
+        """Remove a finished rollout. Keep its calls after an infrastructure failure, because another attempt can use
+        them."""
         self._forget(rollout.rollout_id)
         if rollout.failure_kind is not FailureKind.INFRA:
             self._waiting.pop(rollout.rollout_id, None)
 
     def take(self) -> pa.Table | None:
-        """What was not taken before."""
+        """Return rows that were not taken before."""
         ready = [call for calls in self._waiting.values() for call in calls if _complete(call)]
         events: list[RecordedCall | Resumption] = [*self._events, *ready]
         if not events:
@@ -596,7 +599,7 @@ class TurnJournal:
 
 
 class ResumptionCounts:
-    """How rollouts with recorded calls were resumed, over all attempts at a stage."""
+    """Counts of resumed and restarted rollouts over all attempts at a stage."""
 
     def __init__(self) -> None:
         self.rollouts_resumed = 0
@@ -606,7 +609,7 @@ class ResumptionCounts:
         self.rollouts_restarted: Counter[str] = Counter()
         """Times that a rollout began anew all the same, by reason."""
         self.lost_tokens = 0
-        """What the recorded calls of these had generated."""
+        """Generated tokens of the restarted rollouts' calls."""
 
     def count(self, event: Resumption) -> None:
         if event.reason:

@@ -1,8 +1,8 @@
-"""Between Responses items (what environments and files speak) and chat messages (what engines speak); pure functions.
+"""Conversion between Responses items (environments, files) and chat messages (engines); pure functions.
 
-Invariant: folding the items of an assistant turn gives back the message they were made of: text, tool calls and, where they
-are carried, the three token fields. One model call's output carries its token fields on its last item only. Images and
-videos pass through in chat shape; whether they can be shown is for the engine to say.
+Invariant: folding the items of an assistant turn returns the original message: text, tool calls and, if present, the
+three token fields. The last item of a model call carries its token fields. Images and videos pass through in chat form;
+the engine decides if it supports them.
 
     {"role": "assistant", "content": "<think>hm</think>ok", "tool_calls": [c]}
         ⇄  reasoning(hm) · message(ok) · function_call(c) + token fields
@@ -27,12 +27,12 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 VERSION_SPANS = "version_spans"
 CARRIED = (*TOKEN_FIELDS, "routed_experts", VERSION_SPANS)
-"""Fields of a model call that travel with its message: token IDs, log-probabilities; of some engines, the experts taken; where
-a refit came in between, the versions that drew the tokens."""
+"""Fields of a model call that travel with its message: token IDs, log-probabilities, routed experts (some engines), and
+the versions that sampled the tokens if a refit happened in between."""
 
 
 class UnsupportedItem(DataError):
-    """A Responses item, content part or tool that has no form in a chat completion."""
+    """A Responses item, content part or tool without a chat completion form."""
 
 
 # -- Responses to chat ----------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def chat_messages(
                 "content": _text_parts(item.get("content")),
             }
         elif kind == "message" and role in ("user", "system", "developer"):
-            shown = "system" if role == "developer" and developer_as_system else role
-            plain = {"role": shown, "content": _chat_content(item.get("content"))}
+            chat_role = "system" if role == "developer" and developer_as_system else role
+            plain = {"role": chat_role, "content": _chat_content(item.get("content"))}
         else:
             raise UnsupportedItem(
                 f"An input item has type {kind!r} and role {role!r}; an engine can be shown messages, reasoning, "
@@ -144,7 +144,7 @@ class _AssistantTurn:
 
 
 def _chat_content(content: Any) -> Any:
-    """Text as it is; a list of parts in chat shape, or as text where it is one text."""
+    """Return text unchanged and a list of parts in chat form, as text if it is a single text."""
     if content is None or isinstance(content, str):
         return content or ""
     if len(content) == 1 and content[0].get("type") in _TEXT_PARTS:
@@ -153,7 +153,7 @@ def _chat_content(content: Any) -> Any:
 
 
 def _text_parts(content: Any) -> Any:
-    """As `_chat_content`, for tool outputs: chat has text only for them."""
+    """Convert tool outputs as `_chat_content` does; chat allows only text for them."""
     if not isinstance(content, str):
         for part in content or ():
             if part.get("type") not in _TEXT_PARTS:
@@ -182,7 +182,7 @@ def _url(value: Any) -> Any:
 
 
 def _text_of(content: Any) -> str:
-    """The text of content that has nothing but text."""
+    """Return the text of text-only content."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -264,6 +264,32 @@ def assistant_items(message: Message, item_id: str, *, reasoning: bool = True) -
 def with_token_fields(items: list[Item], fields: Mapping[str, Any]) -> list[Item]:
     """The items of one model call, its token fields on the last."""
     return [*items[:-1], {**items[-1], **fields}] if fields else items
+
+
+def item_problem(item: Any) -> str:
+    """Return the reason why an item of a foreign conversation cannot be recorded; empty if it can.
+
+    Items of a type that Responses does not name pass: they are kept as they are.
+    """
+    if not isinstance(item, dict):
+        return "it is not an object"
+    kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        return f"its type is {kind!r}, not a text"
+    texts = _ITEM_TEXTS.get(kind, ())
+    if wrong := [name for name in texts if not isinstance(item.get(name), str)]:
+        return f"a {kind} has a text as {wrong[0]}"
+    for name in ("content", "summary", "output"):
+        value = item.get(name)
+        if not isinstance(value, str | list | None):
+            return f"{name} is neither text nor a list of parts"
+        parts = value if isinstance(value, list) else []
+        if not all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts):
+            return f"a part of {name} is not an object, or its text is not a text"
+    return ""
+
+
+_ITEM_TEXTS = {"message": ("role",), "function_call": ("name", "arguments"), "function_call_output": ("call_id",)}
 
 
 def function_call_output(call_id: str, text: str) -> Item:
@@ -399,7 +425,7 @@ def usage_object(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Token counts as Responses objects have them; null for what the engine does not report."""
+    """Return token counts in the form of Responses objects; null for counts that the engine does not report."""
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},

@@ -1,23 +1,22 @@
 """Rewards by a rubric: weighted criteria, each a question to a language model or a function.
 
-Invariants: a rollout has a reward exactly when every criterion was scored; what could not be scored fails the rollout with a
-typed cause, and is never a 0. The reward is the weighted mean of scores from 0 to 1; the part of each criterion is a component
-of the same name. A judge is asked once: its answer lies in the store under the digest of all that decides about it (the model,
-its instructions, the question, what was shown), so that the same conversation judged again costs no call, and another model,
-prompt or question never meets the answers of this one.
+Invariants: a rollout has a reward exactly if every criterion has a score. A missing score fails the rollout with a
+typed cause and never counts as 0. The reward is the weighted mean of scores from 0 to 1; each criterion's part is a
+component of the same name. A judge is asked once: its answer is stored by the digest of model, instructions, question
+and content, so judging an equal conversation again makes no call, and a change of any of these makes a new one.
 
     criteria  right   weight 3   "Is the town right?"        verdict: yes        1      component 3/4 · 1   = 0.75
               short   weight 1   rules.py:short              0.5                        component 1/4 · 0.5 = 0.125
                                                                                         reward              = 0.875
 
-    <store>/judgements/<digest of judge and question>/<digest of what was shown>.json
+    <store>/judgements/<digest of judge and question>/<digest of the content>.json
 
-Answers of the run's own engine depend on its weights, whose version each rollout has on record (`judge_policy_version`). They
-are kept in memory, for the newest version alone, and drawn by a seed of the question and what was shown, so that a version
-gives a conversation the same verdict whichever rollout asks first.
+Answers of the run's engine depend on its weights; each rollout records their version (`judge_policy_version`). These
+answers are cached in memory for the newest version, with a seed from question and content, so a version gives a
+conversation one verdict.
 
-An audit scores rewarded rollouts by criteria of its own and changes nothing but their metrics: `audit_agrees` is 1 or 0,
-`audit_failed` counts those that could not be scored. Its failure never fails a rollout.
+An audit scores rewarded rollouts by separate criteria and changes only their metrics: `audit_agrees` is 1 or 0,
+`audit_failed` counts missing scores. An audit never fails a rollout.
 """
 
 from __future__ import annotations
@@ -31,34 +30,39 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
 
+from roundhouse import plugins
 from roundhouse.activity import run_interruptible
 from roundhouse.config.environments import Audit, Criteria, Criterion, Rubric
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.config.secrets import read_secret
-from roundhouse.environments.base import Verdict
+from roundhouse.environments.base import BadReward, Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.client import JSON_HEADERS
 from roundhouse.generation.protocol import EngineRejected
+from roundhouse.http.clients import client_session
+from roundhouse.http.replies import read_reply
 from roundhouse.imports import load_function
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
+from roundhouse.rollout.hosted import HostedFunctions
 from roundhouse.rollout.protocol import (
     Agent,
-    BadReward,
     BadTaskRow,
     ClosedOnExit,
     EnvironmentClient,
     JudgeFailed,
-    call_verifier,
+    results_together,
     retry_delay,
 )
 from roundhouse.store.location import AlreadyExists, Location, NotFound
+from roundhouse.strict_json import read_json
 from roundhouse.trajectories.records import SEEDS, Rollout, Status, derive_seed
+from roundhouse.trajectories.storable import LARGEST, shown
+from roundhouse.user_code import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ YES_OR_NO = 'Give your reasons in a few sentences. End with one line: "Verdict: 
 SCORE = 'Give your reasons in a few sentences. End with one line: "Verdict: " and a number from {0:g} to {1:g}.'
 _VERDICT = re.compile(r"verdict[\s:*=\"]{1,6}(yes|no|[-+]?\d+(?:\.\d+)?)(?![\w.]*\w)", re.IGNORECASE)
 PASSING = frozenset({408, 409, 425, 429})
-"""Statuses besides 5xx that may be others the next time."""
+"""Status codes that may succeed on a retry, in addition to 5xx."""
 
 
 class JudgeQuota(InfraError):
@@ -106,6 +110,18 @@ class Answer:
     """A refit came in between: several versions drew it."""
 
 
+class JudgeService(Protocol):
+    """A class of the user, made with the section `judge`, in place of an endpoint."""
+
+    async def ask(self, messages: list[dict[str, Any]]) -> Answer:
+        """Return the judge's answer to a conversation of system and user message.
+
+        It must not block the event loop. An OSError is retried like a failed call of an endpoint; any other error refuses the
+        question.
+        """
+        ...
+
+
 class RubricJudge:
     """Scores the rollouts of one environment by a rubric or an audit. Used and closed in one event loop."""
 
@@ -120,16 +136,24 @@ class RubricJudge:
         self.section, self.judge = section, section.judge
         name = "audit" if isinstance(section, Audit) else "rubric"
         self.key, self._prefix = f"environment.{name}", PREFIXES[name]
-        self._functions = {
-            name: load_function(each.function, f"{self.key}.criteria.{name}.function")
+        targets = {
+            f"{self.key}.criteria.{name}.function": each.function
             for name, each in section.criteria.items()
             if each.function is not None
         }
+        for key, target in targets.items():
+            load_function(target, key)
+        self._functions = HostedFunctions("roundhouse.environments.operations:of_functions", targets, self.key)
+        self._has_functions = bool(targets)
         self._headers = dict(JSON_HEADERS)
         if self.judge is not None and (variable := self.judge.api_key_variable) is not None:
             if (secret := read_secret(variable)) is None:
                 raise ConfigError(f"{self.key}.judge.api_key_variable is {variable}, which is not set. Set it.")
             self._headers["Authorization"] = f"Bearer {secret}"
+        self._service: JudgeService | None = None
+        if self.judge is not None and (service := self.judge.service) is not None:
+            made: Any = plugins.chosen("judge", service, object, f"{self.key}.judge.service")
+            self._service = made(self.judge)
         self._cache = None if store is None else Location(store) / "judgements"
         self._own: dict[str, Answer] = {}
         """Answers of the run's own engine at version `_own_version`, by the keys of `_cache`."""
@@ -137,23 +161,29 @@ class RubricJudge:
         self._gate = asyncio.Semaphore(1 if self.judge is None else self.judge.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
+    async def begin(self) -> None:
+        """Start the process of the functions, so that no rollout's limit has to wait for its imports."""
+        if self._has_functions:
+            await self._functions.__aenter__()
+
     async def close(self) -> None:
-        """Close the connections to the judge."""
+        """End the process of the functions, and close the connections to the judge."""
+        await self._functions.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def score(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None = None) -> None:
-        """Write the rubric's verdict into a rollout that has one of its environment.
+        """Write the rubric's verdict into a rollout that already has its environment's verdict.
 
         Args:
-            retry: of calls that fail, or whose answer cannot be read.
-            attempt: whose engine judges, where the rubric names no endpoint.
+            retry: policy for calls that fail or return an unreadable answer.
+            attempt: provides the engine that judges if the rubric names no endpoint.
 
         Raises:
             JudgeFailed, JudgeQuota, JudgeRefused, JudgeUnreadable: the judge gave no verdict.
-            VerifierFailed, BadReward: a function raised, or its score is none.
-            BadTaskRow: the row lacks a field that the judge is to be shown.
+            VerifierFailed, BadReward: a function raised or returned an invalid score.
+            BadTaskRow: the row lacks a field that the judge needs.
         """
         components = await self._parts(rollout, retry, attempt)
         verdict = checked_verdict(Verdict(math.fsum(components.values()), components))
@@ -175,19 +205,12 @@ class RubricJudge:
             rollout.metrics["audit_agrees"] = float(score >= audit.agrees_at)
 
     async def _parts(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None) -> dict[str, float]:
-        """What each criterion, and the environment's own reward, adds to the weighted mean."""
+        """Return each part of the weighted mean, including the environment's reward."""
         assert rollout.reward is not None, "its environment has judged it"
         criteria = self.section.criteria
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = {
-                    name: group.create_task(self._score(name, each, rollout, retry, attempt))
-                    for name, each in criteria.items()
-                }
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        scoring = (self._score(name, each, rollout, retry, attempt) for name, each in criteria.items())
+        scores = dict(zip(criteria, await results_together(scoring), strict=True))
         weights = {name: each.weight for name, each in criteria.items()}
-        scores = {name: task.result() for name, task in asked.items()}
         if isinstance(self.section, Rubric) and self.section.own_weight:
             weights[OWN], scores[OWN] = self.section.own_weight, rollout.reward
         total = math.fsum(weights.values())
@@ -199,16 +222,16 @@ class RubricJudge:
         """From 0 to 1."""
         if criterion.question is None:
             return await self._computed(name, rollout)
-        shown = self._shown(rollout)
-        key = f"{self._version(criterion)}/{_digest(shown)}.json"
-        if (kept := await self._kept(key, attempt)) is not None:
+        content = self._shown(rollout)
+        key = f"{self._version(criterion)}/{_digest(content)}.json"
+        if (earlier := await self._kept(key, attempt)) is not None:
             self._count(rollout, {CACHED: 1})
-            self._note_version(rollout, kept)
-            return read_verdict(kept.text, criterion)
+            self._note_version(rollout, earlier)
+            return read_verdict(earlier.text, criterion)
         seed = derive_seed(rollout.seed, "judge", name)
         for number in range(1, retry.attempts + 1):
             try:
-                messages = self._messages(criterion, shown)
+                messages = self._messages(criterion, content)
                 answer = await self._asked(messages, rollout, attempt, derive_seed(key, number))
                 score = read_verdict(answer.text, criterion)
             except (JudgeFailed, JudgeUnreadable) as error:
@@ -223,10 +246,10 @@ class RubricJudge:
 
     async def _computed(self, name: str, rollout: Rollout) -> float:
         key = f"{self.key}.criteria.{name}.function"
-        found = await call_verifier(key, self._functions[name], rollout.task, rollout.items)
-        if not isinstance(found, Real) or not 0 <= float(found) <= 1:
-            raise BadReward(f"{key} returned {found!r}; it must return a number from 0 to 1.")
-        return float(found)
+        score = await self._functions.call(key, rollout.task, rollout.items)
+        if not isinstance(score, int | float) or not 0 <= score <= 1:
+            raise BadReward(f"{key} returned {shown(score)}; it must return a number from 0 to 1.")
+        return float(score)
 
     def _shown(self, rollout: Rollout) -> str:
         """The evidence: what of the task row the judge may see, and the conversation."""
@@ -244,13 +267,17 @@ class RubricJudge:
     def _version(self, criterion: Criterion) -> str:
         """Digest of everything but the evidence that decides about an answer."""
         assert self.judge is not None, "the section was checked"
-        asked = self.judge.model_dump(include={"base_url", "model", "instructions", "temperature", "max_tokens"})
-        return _digest(orjson.dumps([asked, criterion.question, _form(criterion)]).decode())
+        keys = {"base_url", "model", "instructions", "temperature", "max_tokens"}
+        if self.judge.service is not None:
+            keys.add("service")
+        settings = self.judge.model_dump(include=keys)
+        return _digest(orjson.dumps([settings, criterion.question, _form(criterion)]).decode())
 
     async def _kept(self, key: str, attempt: RolloutAttempt | None) -> Answer | None:
-        """An earlier answer to the same; the own engine's where it is of the version that the rollout began on."""
+        """Return an earlier answer to the same question; from the run's engine only if its version is the rollout's
+        first version."""
         assert self.judge is not None, "the section was checked"
-        if self.judge.base_url is None:
+        if self.judge.is_own_engine:
             current = attempt is not None and attempt.policy_version == self._own_version
             return self._own.get(key) if current else None
         if self._cache is None:
@@ -267,7 +294,7 @@ class RubricJudge:
             if answer.policy_version > self._own_version:
                 self._own, self._own_version = {}, answer.policy_version
             self._own.setdefault(key, answer)
-        if self._cache is None or self.judge.base_url is None:
+        if self._cache is None or self.judge.is_own_engine:
             return
         row = {
             "answer": answer.text,
@@ -288,7 +315,9 @@ class RubricJudge:
         self._count(rollout, {CALLS: 1})
         async with self._gate:
             answer = await (
-                self.post(messages) if self.judge.base_url is not None else self._own_answer(messages, attempt, seed)
+                self._own_answer(messages, attempt, seed)
+                if self.judge.is_own_engine
+                else self.asked_elsewhere(messages)
             )
         self._count(rollout, {PROMPT_TOKENS: answer.prompt_tokens, COMPLETION_TOKENS: answer.completion_tokens})
         self._note_version(rollout, answer)
@@ -305,11 +334,11 @@ class RubricJudge:
             rollout.metrics[own] = float(min(rollout.metrics.get(own, math.inf), answer.policy_version))
 
     async def _own_answer(self, messages: list[dict[str, Any]], attempt: RolloutAttempt | None, seed: int) -> Answer:
-        """Ask the run's own engine, outside of the rollout: its tokens are no turn.
+        """Ask the run's engine outside the rollout: the tokens are not a turn.
 
         Raises:
-            JudgeRefused: the question does not fit the model's context, or is refused for another reason.
-            InfraError: the engine failed, as it may for the rollout's own calls.
+            JudgeRefused: the question does not fit the model's context or is refused for another reason.
+            InfraError: the engine failed, as in the rollout's calls.
         """
         assert self.judge is not None, "the section was checked"
         assert attempt is not None, "what has no engine is refused without base_url"
@@ -326,6 +355,34 @@ class RubricJudge:
         mixed = completion.version_spans is not None
         return Answer(completion.message.get("content") or "", *tokens, completion.policy_version, mixed)
 
+    async def asked_elsewhere(self, messages: list[dict[str, Any]]) -> Answer:
+        """Ask the service or the endpoint.
+
+        Raises:
+            JudgeFailed, JudgeQuota, JudgeRefused, JudgeUnreadable
+        """
+        assert self.judge is not None, "the section was checked"
+        if self._service is None:
+            return await self.post(messages)
+        place = f"{self.key}.judge.service {self.judge.service}"
+        try:
+            async with asyncio.timeout(self.judge.timeout_seconds):
+                answer: Any = await self._service.ask(messages)
+        except (InfraError, DataError):
+            raise
+        except TimeoutError as error:
+            limit = f"{self.key}.judge.timeout_seconds={self.judge.timeout_seconds:g}"
+            raise JudgeFailed(f"{place} did not answer within {limit}.") from error
+        except OSError as error:
+            raise JudgeFailed(f"{place} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise JudgeRefused(f"{place} raised {describe_error(error)}.") from error
+        if not isinstance(answer, Answer):
+            raise JudgeUnreadable(
+                f"{place} returned a {type(answer).__name__}, not a roundhouse.rollout.rubric.Answer."
+            )
+        return answer
+
     async def post(self, messages: list[dict[str, Any]]) -> Answer:
         """Ask the endpoint.
 
@@ -336,7 +393,7 @@ class RubricJudge:
         assert judge is not None, "the section was checked"
         assert judge.base_url is not None, "the run's own engine has another way"
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            self._session = client_session(self._headers)
         url = f"{judge.base_url.rstrip('/')}/chat/completions"
         body = {
             "model": judge.model,
@@ -346,8 +403,8 @@ class RubricJudge:
         }
         try:
             limit = aiohttp.ClientTimeout(total=judge.timeout_seconds)
-            async with self._session.post(url, data=orjson.dumps(body), timeout=limit) as reply:
-                status, data = reply.status, await reply.read()
+            async with self._session.post(url, data=orjson.dumps(body), timeout=limit, allow_redirects=False) as reply:
+                status, data = reply.status, await read_reply(reply)
         except TimeoutError as error:
             raise JudgeFailed(
                 f"{url} did not answer within {self.key}.judge.timeout_seconds={judge.timeout_seconds:g}."
@@ -368,17 +425,17 @@ def error_of(status: int, data: bytes, url: str) -> InfraError | DataError:
 
 
 def read_answer(data: bytes, url: str) -> Answer:
-    """A chat completion's JSON.
+    """Return the JSON of a chat completion's text.
 
     Raises:
-        JudgeUnreadable: it is none, or holds no text.
+        JudgeUnreadable: the reply is not a chat completion or has no text.
     """
     try:
-        reply = orjson.loads(data)
+        reply = read_json(data)
         text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
         if not isinstance(text, str):
             raise TypeError(f"content is {text!r}")
-        return Answer(text, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+        return Answer(text, _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         begins = data[:200].decode(errors="replace")
         raise JudgeUnreadable(
@@ -386,14 +443,24 @@ def read_answer(data: bytes, url: str) -> Answer:
         ) from error
 
 
+def _tokens(usage: dict[str, Any], name: str) -> int:
+    """Return a count of tokens; 0 if the judge does not report it."""
+    count = usage.get(name)
+    if count is None:
+        return 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= LARGEST:
+        raise ValueError(f"usage.{name} is {shown(count)}, not a number of tokens")
+    return count
+
+
 def read_verdict(text: str, criterion: Criterion) -> float:
-    """The score from 0 to 1 of the last verdict in a judge's answer.
+    """Return the score from 0 to 1 of the last verdict in a judge's answer.
 
     Raises:
-        JudgeUnreadable: there is none, or it is not of the form that was asked for.
+        JudgeUnreadable: a verdict is missing or has the wrong form.
     """
-    found = _VERDICT.findall(text)
-    last = found[-1].lower() if found else ""
+    verdicts = _VERDICT.findall(text)
+    last = verdicts[-1].lower() if verdicts else ""
     if criterion.scale is None:
         if last in ("yes", "no"):
             return float(last == "yes")
@@ -435,12 +502,12 @@ class JudgedAgent:
 
 
 class JudgedEnvironment(ClosedOnExit):
-    """An environment whose rollouts are rewarded by a rubric or audited; in everything else the environment itself."""
+    """An environment whose rollouts are scored or audited by a rubric."""
 
     def __init__(
         self, environment: EnvironmentClient, rubric: Rubric | None, audit: Audit | None, store: str | None
     ) -> None:
-        """`store` as of `RubricJudge`, which says what is raised."""
+        """Create the judge over an environment. `RubricJudge` documents `store` and the errors."""
         judge, second = (None if section is None else RubricJudge(section, store) for section in (rubric, audit))
         self._environment, self._judges = environment, [each for each in (judge, second) if each is not None]
         self.agent = JudgedAgent(environment.agent, judge, second)
@@ -449,7 +516,10 @@ class JudgedEnvironment(ClosedOnExit):
         return getattr(self._environment, name)
 
     async def __aenter__(self) -> Any:
-        await self._environment.__aenter__()
+        async with asyncio.TaskGroup() as group:
+            for judge in self._judges:
+                group.create_task(judge.begin())
+            await self._environment.__aenter__()
         return self
 
     async def close(self) -> None:
@@ -459,29 +529,35 @@ class JudgedEnvironment(ClosedOnExit):
 
 
 def refuse_unfit_criteria(section: Criteria, key: str, *, ask: bool) -> None:
-    """Refuse a rubric or an audit that cannot be used; with `ask`, also one whose endpoint does not answer a simple question.
+    """Reject a rubric or audit that cannot be used. With `ask`, also test its endpoint with a simple question.
 
     Args:
-        key: of the rubric's or the audit's section.
+        key: configuration key of the section.
 
     Raises:
-        ConfigError: it gives no verdict, or the section cannot be used.
+        ConfigError: the test gives no verdict, or the section cannot be used.
     """
     judge = RubricJudge(section)
-    if not ask or section.judge is None or section.judge.base_url is None:
+    if not ask or section.judge is None or section.judge.is_own_engine:
         return
-    asked = Criterion(question="Is the conversation empty?")
+    criterion = Criterion(question="Is the conversation empty?")
 
     async def exchange() -> None:
         try:
-            read_verdict((await judge.post(judge._messages(asked, '{"conversation": []}'))).text, asked)
+            read_verdict(
+                (await judge.asked_elsewhere(judge._messages(criterion, '{"conversation": []}'))).text, criterion
+            )
         finally:
             await judge.close()
 
     try:
         run_interruptible(exchange())
     except (InfraError, DataError) as error:
+        service, url = section.judge.service, section.judge.base_url
+        place = f"base_url is {url}" if service is None else f"service is {service}"
+        remedy = (
+            "Correct the URL, the model or the key, or give it quota." if service is None else "Correct the service."
+        )
         raise ConfigError(
-            f"{key}.judge.base_url is {section.judge.base_url}, which does not judge as {section.judge.model}: {error} "
-            "Correct the URL, the model or the key, or give it quota."
+            f"{key}.judge.{place}, which does not judge as {section.judge.model}: {error} {remedy}"
         ) from error

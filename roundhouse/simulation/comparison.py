@@ -1,11 +1,11 @@
-"""Several ways to run one scenario, side by side; and a scenario from the durations that a run recorded.
+"""Several ways to run one scenario, compared; and a scenario from a run's recorded durations.
 
 Invariant: all rows have the same rollouts, lengths and durations; speed-ups are relative to the first row.
 
-In a recorded scenario, rollouts' seconds are those that were measured under the run's own load; the scenario repeats them
-whatever the number of slots, so it says how modes and replicas compare at about that load, not how an engine slows down beyond
-it. What an iteration took beside refit and its rollouts in their slots (opening the environment, validate, train, report, …)
-counts as training: in `sync` the simulated iteration is as long as the recorded one, by construction.
+In a recorded scenario, rollouts' seconds were measured under the run's load, and are repeated for any number of slots.
+It therefore compares modes and replicas at about that load, and does not model how an engine slows down beyond it. The
+rest of an iteration outside refit and rollouts (opening the environment, validate, train, report, …) counts as
+training: in `sync` the simulated iteration is as long as the recorded one, by construction.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def variants(
         for mode in modes or ([own.asynchrony.mode] if own.asynchrony.mode != "sync" else []):
             if mode == "sync":
                 continue
-            # what of the scenario's asynchrony says something in this mode too
-            said = ("refit",) if mode == "batch-async" else ()
+            # settings of the scenario's asynchrony that apply to this mode too
+            keys = ("refit",) if mode == "batch-async" else ()
             asynchrony = tree.get("asynchrony", {})
-            kept = {key: value for key, value in asynchrony.items() if mode == "windowed" or key in said}
+            settings = {key: value for key, value in asynchrony.items() if mode == "windowed" or key in keys}
             for staleness in stalenesses or [own.asynchrony.staleness]:
-                asynchrony = {**kept, "mode": mode, "staleness": staleness}
+                asynchrony = {**settings, "mode": mode, "staleness": staleness}
                 yield parse_scenario({**tree, "engine": engine, "asynchrony": asynchrony})
 
 
@@ -128,12 +128,12 @@ class RecordedIteration:
 
 
 def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
-    """The reported iterations of a run, from `since` on.
+    """Return the reported iterations of a run, from `since` on.
 
     Raises:
-        StoreError: it has none.
+        StoreError: no iteration is reported.
     """
-    found = []
+    iterations = []
     for iteration in range(since, run.config.iterations + 1):
         manifests = iteration_manifests(run, iteration)
         if any(kind not in manifests for kind in NEEDED):
@@ -146,7 +146,7 @@ def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
         wall = manifests[StageKind.REPORT].metrics["time/iteration"] - sum(lasted.get(kind, 0.0) for kind in BESIDE)
         rollouts = [row["seconds"] for row in rows if row["status"] != Status.FAILED]
         generating = makespan(rollouts, _slots(run) * run.config.generation.replicas)
-        found.append(
+        iterations.append(
             RecordedIteration(
                 wall=wall,
                 refit=lasted[StageKind.REFIT],
@@ -155,12 +155,12 @@ def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
                 failed=len(rows) - len(rollouts),
             )
         )
-    if not found:
+    if not iterations:
         raise StoreError(
             f"{run.location.uri} has no reported iteration: there is nothing to draw durations from. Let the run finish one, "
             "or give distributions with --config."
         )
-    return found
+    return iterations
 
 
 def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def recorded_scenario(run: Run, since: int = 1) -> dict[str, Any]:
 
 
 def makespan(seconds: list[float], slots: int) -> float:
-    """How long rollouts take that begin in order, each in the slot that is free first."""
+    """Return the time of rollouts that start in order, each in the first free slot."""
     free = [0.0] * min(slots, max(1, len(seconds)))
     for duration in seconds:
         heapq.heappush(free, heapq.heappop(free) + duration)

@@ -1,9 +1,9 @@
-"""Doctor: which stage binds a run, and what each single change would gain, from the durations that it recorded.
+"""Find the stage that limits a run, and the gain of each single change, from its recorded durations.
 
-Invariant: a prediction changes one thing of the recorded scenario and simulates it as it simulates the run itself; the gain is
-the difference of the two, so what the simulation leaves out cancels. Nothing is predicted that the record says nothing of.
+Invariant: a prediction changes one thing of the recorded scenario and simulates it like the run itself; the gain is the
+difference of the two, so omissions of the simulation cancel. Changes without recorded data are not predicted.
 
-    change           what it does to the recorded scenario                         its own uncertainty
+    change           effect on the recorded scenario                               uncertainty
     replicas         twice the replicas, the same rollouts in flight               slope of seconds a token over load
     concurrency      twice the rollouts in flight                                  the same
     staleness        the next batch is generated while this one is trained on      none
@@ -11,11 +11,12 @@ the difference of the two, so what the simulation leaves out cancels. Nothing is
     shards           half the share of the rollouts' time that is Python's         the same
     storage          half of refit and of the waits for the store                  the same
 
-Load: how much slower a rollout is with others on its replica is fitted to the rows (`load_slope`). The rollouts' work without
-the others is then what is simulated, so that each change is slowed by the load that it makes; without an effect, replicas and
-concurrency change only how long rollouts queue.
+Load: the slow-down of a rollout by others on its replica is fitted to the rows (`load_slope`). The rollouts' work
+without it is then simulated, so that each change is slowed by its own load; without an effect, replicas and concurrency
+change only the queueing.
 
-The expected error is that of the mean over the recorded iterations (one standard error) and the change's own, in quadrature.
+The expected error combines that of the mean over the recorded iterations (one standard error) and the change's own, in
+quadrature.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ARRIVES = (0.7, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One change, and what an iteration then takes."""
+    """One change, and the resulting time of an iteration."""
 
     change: str
     what: str
@@ -58,7 +59,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where the time of a run's iterations goes, and what would help."""
+    """Time of a run's iterations by part, and useful changes."""
 
     run_id: str
     iterations: int
@@ -69,7 +70,7 @@ class Diagnosis:
     binds: str
     """The largest of them."""
     simulated: float
-    """What the simulation says of the run as it is."""
+    """Simulated time of the unchanged run."""
     changes: list[Forecast]
     """Best first."""
     notes: list[str]
@@ -79,14 +80,15 @@ class Diagnosis:
 
 
 def diagnose(run: Run, since: int | None = None) -> Diagnosis:
-    """Which part binds, and what each single change gains.
+    """Find the limiting part and the gain of each single change.
 
     Args:
-        since: the first iteration that counts; left out, the second where there are several, since the first holds imports.
+        since: the first iteration that counts; by default the second if there are several, because the first includes
+            imports.
 
     Raises:
-        StoreError: fewer than two iterations are reported, or the run overlaps generation and training or collects in rounds,
-            so that its durations do not add up.
+        StoreError: fewer than two iterations are reported, or the run overlaps generation and training or collects in
+            rounds, so that its durations do not add up.
     """
     if run.config.asynchrony.staleness > 0:
         raise StoreError(
@@ -104,7 +106,7 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     recorded = recorded_iterations(run, begin)
     if len(recorded) < 2:
         raise StoreError(
-            f"Run {run.run_id} has {len(recorded)} reported iterations from {begin} on; a diagnosis takes two."
+            f"Run {run.run_id} has {len(recorded)} complete since iteration {begin}; a diagnosis takes two iterations."
         )
     numbers = [k for k in reported if k >= begin]
     parts = [_parts(iteration_manifests(run, k), each.wall) for k, each in zip(numbers, recorded, strict=True)]
@@ -145,11 +147,11 @@ SLOPES = np.concatenate([[0.0], np.geomspace(0.005, 0.99, 100)])
 
 
 def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
-    """By how much one more rollout beside it on its replica lengthens a rollout, relative to one that is alone, and the
-    standard error of that; (0, 0) where the effect is not above its error.
+    """Return the relative slow-down of a rollout per further rollout on its replica, and its standard error; (0, 0) if
+    the effect is not above its error.
 
-    A replica with n rollouts gives each tokens at the rate 1 / (a (1 + slope (n - 1))). The slope is the one under which
-    the rollouts' tokens are most equally explained: least squares of log(tokens) over the integral of that rate.
+    A replica with n rollouts gives each tokens at the rate 1 / (a (1 + slope (n - 1))). The slope is the one under
+    which the rollouts' tokens are most equally explained: least squares of log(tokens) over the integral of that rate.
     """
     columns = ["started_at", "seconds", "generation_seconds", "generated_tokens"]
     residuals = []
@@ -157,17 +159,17 @@ def load_slope(run: Run, iterations: Sequence[int]) -> tuple[float, float]:
         reference = run.stage(k, StageKind.COLLECT).reference()
         assert reference is not None, "the iteration is whole"
         rows = read_table(reference, "rollouts").select(columns)
-        begun, lasted, generating, tokens = (rows[name].to_numpy().astype(np.float64) for name in columns)
-        kept = (tokens > 0) & (generating > 0) & (lasted > 0)
-        if kept.any():
-            share = np.log(tokens[kept] * lasted[kept] / generating[kept])
+        started, lasted, generating, tokens = (rows[name].to_numpy().astype(np.float64) for name in columns)
+        valid = (tokens > 0) & (generating > 0) & (lasted > 0)
+        if valid.any():
+            share = np.log(tokens[valid] * lasted[valid] / generating[valid])
             residuals.append(
-                share - np.log(_attained(begun, begun + lasted, run.config.generation.replicas, SLOPES)[:, kept])
+                share - np.log(_attained(started, started + lasted, run.config.generation.replicas, SLOPES)[:, valid])
             )
     if not residuals or (count := sum(each.shape[1] for each in residuals)) < 8:
         return 0.0, 0.0
-    found = np.concatenate(residuals, axis=1)
-    errors = ((found - found.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    matrix = np.concatenate(residuals, axis=1)
+    errors = ((matrix - matrix.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
     best = int(errors.argmin())
     within = np.flatnonzero(errors <= errors[best] * (1 + 1 / (count - 2)))
     slope, error = float(SLOPES[best]), float(SLOPES[within[-1]] - SLOPES[within[0]]) / 2
@@ -193,8 +195,8 @@ def _under_load(run: Run, iterations: Sequence[int], tree: dict[str, Any], slope
         reference = run.stage(k, StageKind.COLLECT).reference()
         assert reference is not None, "the iteration is whole"
         rows = read_table(reference, "rollouts").select(["status", "started_at", "seconds"]).sort_by("started_at")
-        begun, lasted = (rows[name].to_numpy().astype(np.float64) for name in ("started_at", "seconds"))
-        [work] = _attained(begun, begun + lasted, run.config.generation.replicas, np.array([slope]))
+        started, lasted = (rows[name].to_numpy().astype(np.float64) for name in ("started_at", "seconds"))
+        [work] = _attained(started, started + lasted, run.config.generation.replicas, np.array([slope]))
         works.append(work[np.array(rows["status"].to_pylist()) != Status.FAILED].tolist())
     engine = tree["engine"] | {"step_seconds": 1 - slope, "step_seconds_per_rollout": slope}
     return tree | {"engine": engine, "rollout": tree["rollout"] | {"iterations": works}}
@@ -214,15 +216,15 @@ def _changes(
     rollouts = tree["groups"] * tree["group_size"]
     ends = [sum(ARRIVES) / 2, *ARRIVES]
     doubled = [_engine(each, 2 * replicas, -(-slots // 2)) for each in trees]
-    found = [("replicas", f"generation.replicas: {replicas} -> {2 * replicas}", doubled, 1.0)]
+    changes = [("replicas", f"generation.replicas: {replicas} -> {2 * replicas}", doubled, 1.0)]
     if replicas * slots < rollouts:
         more = min(2 * slots, -(-rollouts // replicas))
         wider = [_engine(each, replicas, more) for each in trees]
-        found.append(("concurrency", f"rollout.concurrency: {replicas * slots} -> {replicas * more}", wider, 1.0))
+        changes.append(("concurrency", f"rollout.concurrency: {replicas * slots} -> {replicas * more}", wider, 1.0))
     ahead = tree | {"asynchrony": {"mode": "batch-async", "staleness": 1}}
-    found.append(("staleness", "asynchrony: {mode: batch-async, staleness: 1}", [ahead], 0.0))
+    changes.append(("staleness", "asynchrony: {mode: batch-async, staleness: 1}", [ahead], 0.0))
     trained = [_shorter(tree, "trainer", "seconds", mean["train"] * share / 2) for share in ends]
-    found.append(("trainer ranks", "twice the ranks (train.service)", trained, 1.0))
+    changes.append(("trainer ranks", "twice the ranks (train.service)", trained, 1.0))
     stored = [
         _shorter(
             _shorter(tree, "trainer", "seconds", mean["storage"] * waits / 2),
@@ -232,11 +234,11 @@ def _changes(
         )
         for waits, share in zip((1.0, *ARRIVES), ends, strict=True)  # waits were measured: all of them are the store's
     ]
-    found.append(("storage", "storage of twice the speed", stored, 1.0))
+    changes.append(("storage", "storage of twice the speed", stored, 1.0))
     if python > 0.05:
         scaled = [_engine(tree, replicas, slots, 1 - python * share / 2) for share in ends]
-        found.append(("shards", f"twice the processes that collect ({python:.0%} of it is Python's)", scaled, 1.0))
-    return found
+        changes.append(("shards", f"twice the processes that collect ({python:.0%} of it is Python's)", scaled, 1.0))
+    return changes
 
 
 def _engine(tree: dict[str, Any], replicas: int, slots: int, factor: float = 1.0) -> dict[str, Any]:
@@ -261,7 +263,7 @@ def _simulated(tree: dict[str, Any]) -> float:
 
 
 def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
-    """Seconds of an iteration by what they are spent on; they add up to its wall time."""
+    """Return seconds of an iteration by part; they add up to its wall time."""
     lasted = {kind: each.finished_at - each.started_at for kind, each in manifests.items() if kind not in BESIDE}
     metrics = {name: value for each in manifests.values() for name, value in each.metrics.items()}
     generation = min(lasted[StageKind.COLLECT], metrics.get("time/rollouts", lasted[StageKind.COLLECT]))
@@ -284,15 +286,16 @@ def _parts(manifests: dict[str, Manifest], wall: float) -> dict[str, float]:
 
 
 def _storage(manifests: dict[str, Manifest], metrics: dict[str, float], around: dict[str, float]) -> float:
-    """Seconds of an iteration that the flow waits for the store, beside refit: in stages and between them.
+    """Return the seconds of an iteration in which the flow waits for the store, outside refit: in stages and between
+    them.
 
     Args:
-        around: seconds of stages beside rollouts and computation; what is stored during these holds nothing up.
+        around: seconds of stages outside rollouts and computation; storing during these delays nothing.
     """
     hidden = sum(max(0.0, _stored(manifests, kind) - seconds) for kind, seconds in around.items())
     beside = sum(_stored(manifests, kind) for kind in (StageKind.REFIT, *BESIDE))
     saved = min(around.get(StageKind.TRAIN, 0.0), metrics.get("train/save_seconds", 0.0))
-    by_ranks = max(0.0, saved - _stored(manifests, StageKind.TRAIN))  # the flow's process waits for those that store
+    by_ranks = max(0.0, saved - _stored(manifests, StageKind.TRAIN))  # the flow's process waits for the storing ones
     return max(0.0, metrics["time/store"] - hidden - beside + by_ranks)
 
 

@@ -1,16 +1,16 @@
 """A run in virtual time: an event queue around the real controller with its pool.
 
-Invariant: the controller receives nothing but the events of a real run, and what is trained on is judged by the
-versions that the simulated engine recorded, not those that the controller foresaw; a batch over the bound, or one
-that is not whole, ends the simulation with an error. Time passes only between events; nothing sleeps.
+Invariant: the controller receives only the events of a real run, and batches are judged by the versions that the
+simulated engine recorded, not by the controller's plan; a batch over the bound, or an incomplete one, ends the
+simulation with an error. Time passes only between events; nothing sleeps.
 
-A simulated replica generates nothing and takes as long as one that does: all rollouts in its slots advance alike, one unit of
-work in `step + step_per_rollout * running` seconds, and not at all while it is paused. So one clock of attained work serves
-them all, and the rollout with the least left ends next.
+A simulated replica generates nothing and takes as long as a real one: all rollouts in its slots advance alike, one unit
+of work in `step + step_per_rollout * running` seconds, and not at all while it is paused. One clock of attained work
+therefore serves them all, and the rollout with the least work left ends next.
 
     step 0.01, per rollout 0.001: with 10 rollouts a token takes 0.02 s, with 100 of them 0.11 s
 
-Random numbers are drawn in blocks; each purpose has a stream of its own, so that one does not shift another.
+Random numbers are drawn in blocks; each purpose has a separate stream, so that one does not shift another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Happening = Callable[..., list[str] | None]
 
 @dataclass
 class SimulationResult:
-    """What came of a simulated run."""
+    """Result of a simulated run."""
 
     seconds: float
     iterations: int
@@ -117,7 +117,7 @@ class Simulation:
         self._born = dict.fromkeys(names, 0.0)
         """When each replica came."""
         self._foreseen: dict[str, int] = {}
-        """Serial number of what was last foreseen for each replica."""
+        """Serial number of the last prediction for each replica."""
         self._keep_journal = keep_journal
         self.outcome = SimulationResult(0.0, scenario.iterations, 0.0, 0.0, 0.0, 0.0, 0.0, Counter(), Counter(), 0)
 
@@ -142,7 +142,7 @@ class Simulation:
             self._account(replica)
         return self.outcome
 
-    # What happens
+    # Events
 
     def _on_end(self, name: str, life: int, serial: int) -> list[str] | None:
         replica = self.replicas.get(name)
@@ -203,7 +203,7 @@ class Simulation:
         self._foresee_loss(name)
         return [name]
 
-    # What is done about it
+    # Reactions
 
     def _settle(self, changed: list[str]) -> None:
         """Carry out every decision that the last event led to."""
@@ -296,7 +296,7 @@ class Slot:
 
     attempt: int
     versions: list[int]
-    """Policy versions that generated, oldest first: what the engine would report with the tokens."""
+    """Policy versions that generated, oldest first, as an engine would report them."""
     began: float
     """Seconds since the run began."""
 
@@ -310,7 +310,7 @@ class SimulatedReplica:
     version: int | None = None
     paused: bool = False
     life: int = 0
-    """Changes whenever what was foreseen about it is void."""
+    """Changes whenever predictions about it become void."""
     slots: dict[Key, Slot] = field(default_factory=dict)
     busy_seconds: float = 0.0
     """Slot-seconds in which a rollout ran."""
@@ -351,7 +351,7 @@ class SimulatedReplica:
         self.paused = True
 
     def resume(self, now: float, version: int) -> None:
-        """Go on with other weights."""
+        """Resume with other weights."""
         self._advance(now)
         self.paused, self.version = False, version
         for slot in self.slots.values():

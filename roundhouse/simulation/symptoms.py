@@ -1,13 +1,17 @@
-"""Symptoms of a recorded run, each with its likely cause and the remedy: the first thing to read when a run does not learn.
+"""Symptoms of a recorded run, each with its likely cause and the remedy: the first thing to read when a run does not
+learn.
 
-Invariant: only what lies in the store is judged, of the newest iterations that collected; a symptom names the evidence that it
-was read from, and nothing is listed that is not in the rows.
+Invariant: only stored data of the newest collecting iterations is judged; a symptom names its evidence, and nothing
+else is listed.
 
     symptom                    evidence                                        likely cause
     connection failures        rollouts failed with a kind `infra`             engine or environment not there
+    failures by data           rollouts failed with a kind `data`              verifier or environment raises
+    uneven failures            `trajectories.uneven_failures`                  they fail for one kind of rollout
     tool calls not parsed      calls in the text of answers, none on record    another model's tool-call parser
     token discontinuity        `validate/token_breaks/<cause>`                 the cause that validate names
     one reward throughout      every verdict is the same number                verifier's default; answers cut off
+    many truncated rollouts    more than `MANY_TRUNCATED` of all               a limit of tokens, turns or time
     slow rollouts              seconds in the environment; rollouts in flight  latency; low parallelism
 """
 
@@ -23,26 +27,30 @@ from typing import Any
 import pyarrow as pa
 
 from roundhouse.config.models import RunConfig
+from roundhouse.console import MANY_TRUNCATED
 from roundhouse.errors import StoreError
+from roundhouse.health.errors import DOUBT
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Manifest, StageKind, read_table
+from roundhouse.trajectories.records import FailureKind, Status
+from roundhouse.trajectories.uneven_failures import Outcome, successful_calls, uneven_failures
 
 LAST = 3
 """Iterations that are looked at."""
 CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call", '"arguments":')
-"""How models of different families write calls in their text."""
+"""Marks of calls in the text of different model families."""
 SLOW_SHARE = 0.5
-"""Of a rollout's seconds spent in the environment, or of the rollouts that could be in flight: what counts as slow."""
+"""Share of a rollout's seconds spent in the environment, or of the possible rollouts in flight, that counts as slow."""
 COLUMNS = [
-    "status", "reward", "failure_kind", "failure_code", "failure_detail", "task", "messages",
-    "started_at", "seconds", "environment_seconds",
+    "group_id", "status", "reward", "failure_kind", "failure_code", "failure_detail", "task", "messages", "metrics",
+    "turns", "generated_tokens", "finish_reason", "started_at", "seconds", "environment_seconds",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What is to be seen, and what to do."""
+    """An observation and its remedy."""
 
     symptom: str
     evidence: str
@@ -51,7 +59,7 @@ class Symptom:
 
 
 def symptoms(run: Run) -> list[Symptom]:
-    """Those of the newest iterations; empty where none shows.
+    """Return the symptoms of the newest iterations; empty if none shows.
 
     Raises:
         StoreError: the run has collected nothing.
@@ -69,9 +77,11 @@ def symptoms(run: Run) -> list[Symptom]:
     validated = [each[StageKind.VALIDATE] for each in manifests if StageKind.VALIDATE in each]
     return [
         *_connections(rows),
+        *_data_failures(rows),
+        *_uneven_failures([table.to_pylist() for table in tables]),
         *_calls(rows, run.config),
         *_breaks(validated),
-        *_rewards(rows),
+        *(_rewards(rows) or _truncations(rows)),
         *_slowness([table.to_pylist() for table in tables], run.config),
     ]
 
@@ -93,6 +103,47 @@ def _connections(rows: Sequence[Row]) -> list[Symptom]:
             "rollout.tool_timeout_seconds",
         )
         for code, count in codes.most_common()
+    ]
+
+
+def _data_failures(rows: Sequence[Row]) -> list[Symptom]:
+    codes = Counter(row["failure_code"] for row in rows if row["failure_kind"] == "data")
+    detail = {row["failure_code"]: row["failure_detail"] for row in rows}
+    above = sum(row["reward"] is not None and row["reward"] > 0 for row in rows)
+    return [
+        Symptom(
+            f"rollouts fail with {code}",
+            f"{count} of {len(rows)}, and {above} others have a reward above 0; such as: {detail[code]}",
+            "the environment, its verifier or the task rows are at fault; the other rollouts are a biased sample if one "
+            "kind of answer fails",
+            "correct the cause that the detail names (docs/failures.md has the codes)",
+        )
+        for code, count in codes.most_common()
+    ]
+
+
+def _uneven_failures(iterations: Sequence[Sequence[Row]]) -> list[Symptom]:
+    outcomes = [
+        Outcome(
+            FailureKind(row["failure_kind"]) if row["status"] == Status.FAILED and row["failure_kind"] else None,
+            (number, row["group_id"]),
+            successful_calls(dict(row["metrics"])),
+            row["turns"],
+            row["generated_tokens"],
+        )
+        for number, rows in enumerate(iterations)
+        for row in rows
+        if row["turns"]
+    ]
+    return [
+        Symptom(
+            f"failures depend on {name.replace('_', ' ')}",
+            f"chance alone spreads them as unevenly with a probability of {chance:.1g}",
+            "a verifier, a judge or a limit fails for one kind of rollout, such as right answers or long ones",
+            "correct the cause of the most frequent failure code before training goes on",
+        )
+        for name, chance in uneven_failures(outcomes).items()
+        if chance < DOUBT
     ]
 
 
@@ -129,11 +180,11 @@ def _breaks(validated: Sequence[Manifest]) -> list[Symptom]:
     causes: Counter[str] = Counter()
     for each in validated:
         causes.update({name[len(prefix) :]: int(n) for name, n in each.metrics.items() if name.startswith(prefix)})
-    told = [text for each in validated for text in each.details.get("token_breaks", {}).values()]
+    texts = [text for each in validated for text in each.details.get("token_breaks", {}).values()]
     return [
         Symptom(
             "token discontinuity",
-            f"{count} model calls; such as: {next((text for text in told if f'cause: {cause} ' in text), '')}",
+            f"{count} model calls; such as: {next((text for text in texts if f'cause: {cause} ' in text), '')}",
             cause.replace("_", " "),
             "docs/concepts.md, Breaks of the tokens; validation.on_break says what becomes of such rollouts",
         )
@@ -142,7 +193,7 @@ def _breaks(validated: Sequence[Manifest]) -> list[Symptom]:
 
 
 def _rewards(rows: Sequence[Row]) -> list[Symptom]:
-    rewarded = [row for row in rows if row["reward"] is not None]
+    rewarded = [row for row in rows if row["reward"] is not None and Status(row["status"]).counted]
     if len(rewarded) < 2 or len({row["reward"] for row in rewarded}) > 1:
         return []
     cut = sum(row["status"] == "truncated" for row in rewarded)
@@ -163,6 +214,21 @@ def _rewards(rows: Sequence[Row]) -> list[Symptom]:
             f"{len(rewarded)} rollouts with {answers} different answers",
             "the verifier returns its default, or the tasks are all too hard (or too easy) for this policy",
             "try the verifier on a right answer (docs/environments.md); start from an easier split or a better policy",
+        )
+    ]
+
+
+def _truncations(rows: Sequence[Row]) -> list[Symptom]:
+    cut = [row for row in rows if row["status"] == Status.TRUNCATED]
+    if len(cut) <= MANY_TRUNCATED * len(rows):
+        return []
+    reasons = Counter(row["finish_reason"] for row in cut)
+    return [
+        Symptom(
+            "many rollouts are truncated",
+            f"{len(cut)} of {len(rows)} ({', '.join(f'{reason} {count}' for reason, count in reasons.most_common())})",
+            "answers are cut off by a limit of tokens, turns or time, and rewarded as they stand",
+            "raise generation.sampling.max_new_tokens, rollout.max_tokens, rollout.max_turns or generation.max_model_len",
         )
     ]
 

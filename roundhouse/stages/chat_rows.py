@@ -1,14 +1,14 @@
-"""Chat rows: conversations in a JSON lines file, as a dataset that supervised offline training reads.
+"""Chat rows: conversations in a JSON lines file, as a dataset for supervised offline training.
 
-Invariants: a conversation becomes exactly the tokens that a rollout of it would have had: each assistant turn's prompt begins
-with all tokens so far, and the loss covers what the policy would have generated, its end of turn included. Nothing was
-sampled, so no log-probability is on record (`details.written`). A row is used whole or the file is refused, with row and cause.
+Invariants: a conversation becomes exactly the tokens of an equal rollout: each assistant turn's prompt begins with all
+tokens so far, and the loss covers the generated tokens, including the end of turn. Nothing was sampled, so
+log-probabilities are missing (`details.written`). A row is used whole, or the file is refused with row and cause.
 
     demos.jsonl   {"messages": [{"role": "user", …}, {"role": "assistant", …}, …], "tools": […], "reward": 0.5}
         ->  <store>/datasets/demos/<digest>/      a group of one rollout a row
 
-The digest is that of the file, the policy's tokenizer and template, and the length limit: the same import again is a no-op, and
-another template gives another version. `tools` and `reward` (1 where it is left out) may be missing. An assistant message with
+The digest covers the file, the policy's tokenizer and template, and the length limit: an equal import is a no-op, and
+another template makes another version. `tools` and `reward` (default 1) are optional. An assistant message with
 `"weight": 0` is shown and not learnt.
 """
 
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roundhouse.environments.null_fields import arguments_without_nulls, parameters_by_name, tools_of_row
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import read_request
@@ -32,6 +33,7 @@ from roundhouse.stages.validate import DecodedText
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, sha256
+from roundhouse.text_files import numbered_lines, parse_json
 from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
@@ -42,20 +44,20 @@ Row = dict[str, Any]
 
 
 def read_chat_rows(file: str) -> list[Row]:
-    """The rows of a file (a path or URI), with tool-call ids and arguments as an engine gives them.
+    """Read the rows of a file (a path or URI), with tool-call IDs and arguments in the form of an engine's.
 
     Raises:
-        ConfigError: there is no such file, or it holds no row.
-        DataError: a row is no conversation with an assistant turn; names row and cause.
+        ConfigError: the file is missing or empty.
+        DataError: a row is not a conversation with an assistant turn; names row and cause.
     """
     directory, _, name = file.rpartition("/")
     try:
-        lines = Location(directory or ".").read(name).decode().split("\n")  # a text may hold other ends of lines
+        data = Location(directory or ".").read(name)
     except NotFound as error:
         raise ConfigError(
             f"offline.datasets: there is no file {file}. Give the path of a file of chat rows."
         ) from error
-    rows = [_row(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_row(file, number, line) for number, line in numbered_lines([data], file)]
     if not rows:
         raise ConfigError(f"offline.datasets: {file} holds no row. Give one conversation a line.")
     return rows
@@ -68,15 +70,15 @@ def import_chat_rows(run: Run, file: str) -> Reference:
         DataError: a row does not fit the policy: its template drops something, or it is too long.
     """
     rows, files = read_chat_rows(file), engine_files(run)
-    limit = run.config.generation.max_model_len
+    limit, day = run.config.generation.max_model_len, run.config.generation.template_date
     names = ("tokenizer.json", "tokenizer_config.json", TEMPLATE)
     parts = [(files / name).read_bytes() for name in names if (files / name).is_file()]
-    label = sha256(b"\0".join([json.dumps([rows, limit]).encode(), *parts]))[:16]
+    label = sha256(b"\0".join([json.dumps([rows, limit, *([] if day is None else [str(day)])]).encode(), *parts]))[:16]
     name = Path(file).stem
     stage = dataset_stage(run, name, label, TaskDraw(0))
-    if (done := stage.reference()) is not None:
-        return done
-    codec = ChatCodec(str(files), limit)
+    if (reference := stage.reference()) is not None:
+        return reference
+    codec = ChatCodec(str(files), limit, template_date=day)
     proof = DecodedText(files, hermes=run.config.generation.tool_call_parser == "hermes")
     _refuse_dropped_tools(files, file, rows)
     attempt = run.begin(stage, policy_version=0)
@@ -93,28 +95,44 @@ def import_chat_rows(run: Run, file: str) -> Reference:
     )
 
 
-def _row(file: str, number: int, line: str) -> Row:
+def _row(file: str, number: int, line: bytes) -> Row:
+    row = parse_json(line, f"{file}, row {number}: the line")
     try:
-        row = json.loads(line)
         if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
             raise ValueError('it has no "messages"')
         calls: list[str] = []
-        messages = [_message(message, calls) for message in row["messages"]]
+        tools = tools_of_row(row.get("tools"))
+        parameters = parameters_by_name(tools)
+        messages = [_message(message, calls, parameters) for message in row["messages"]]
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no message has the role assistant, so nothing is to be learnt from it")
         if messages[0]["role"] == "assistant":
             raise ValueError("it begins with the assistant, before which no prompt stands")
-        request = {"messages": messages, "tools": row.get("tools") or None}
+        request = {"messages": messages, "tools": tools or None}
         read_request(request, "")
-        return {"number": number, "reward": float(row.get("reward", 1.0)), **request}
+        return {"number": number, "reward": _reward(row.get("reward")), **request}
     except (ValueError, TypeError, KeyError, AttributeError, DataError) as error:
         raise DataError(f"{file}, row {number}: {_said(error)}. Mend or remove the row.") from error
 
 
-def _message(message: Any, calls: list[str]) -> dict[str, Any]:
-    """A message whose calls have ids and arguments as text. A tool's output without an id answers the oldest of `calls`."""
-    if not isinstance(message, dict) or "role" not in message:
+def _reward(reward: Any) -> float:
+    if reward is None:
+        return 1.0
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise ValueError(f"reward is {reward!r:.80}, a {type(reward).__name__}; give a number or leave it out")
+    return float(reward)
+
+
+def _message(message: Any, calls: list[str], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have IDs and arguments as text. A tool's output without an ID answers the oldest of
+    `calls`.
+
+    Args:
+        parameters: the schema of each tool's arguments.
+    """
+    if not isinstance(message, dict) or message.get("role") is None:
         raise ValueError(f"a message is an object with a role, and one is {message!r:.80}")
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
     if message["role"] == "tool" and "tool_call_id" not in message:
         if not calls:
             raise ValueError("a tool's output follows no call")
@@ -122,16 +140,22 @@ def _message(message: Any, calls: list[str]) -> dict[str, Any]:
     if message["role"] == "tool" and message["tool_call_id"] in calls:
         calls.remove(message["tool_call_id"])
     if message.get("tool_calls"):
-        made = []
-        for index, call in enumerate(message["tool_calls"]):
-            function, given = call["function"], call["function"].get("arguments", {})
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            made.append(
-                {"id": f"call_{index}", "type": "function", **call, "function": function | {"arguments": arguments}}
-            )
-        message = message | {"tool_calls": made}
-        calls[:] = [call["id"] for call in made]
+        message = message | {"tool_calls": [_call(*each, parameters) for each in enumerate(message["tool_calls"])]}
+        calls[:] = [call["id"] for call in message["tool_calls"]]
     return message
+
+
+def _call(index: int, call: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict) or not function.get("name"):
+        raise ValueError(f"a tool call is an object with function.name, and one is {call!r:.80}")
+    call = {key: value for key, value in call.items() if value is not None}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        call_arguments = arguments_without_nulls(
+            {} if arguments is None else arguments, parameters.get(function["name"])
+        )
+        arguments = json.dumps(call_arguments, ensure_ascii=False)
+    return {"id": f"call_{index}", "type": "function", **call, "function": function | {"arguments": arguments}}
 
 
 def _refuse_dropped_tools(files: Path, file: str, rows: Sequence[Row]) -> None:
@@ -148,15 +172,15 @@ def _refuse_dropped_tools(files: Path, file: str, rows: Sequence[Row]) -> None:
 
 
 def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Row) -> Rollout:
-    """The record of a row: one turn an assistant message.
+    """Return the record of a row: one turn per assistant message.
 
     Raises:
-        DataError: what its tokens say is not what the row says, or they are too many.
+        DataError: its decoded tokens differ from the row, or are too many.
     """
     messages, chain = row["messages"], TurnChain()
-    given = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    first_reply = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     task: Row = {
-        "input": items_from_chat(messages[:given]),
+        "input": items_from_chat(messages[:first_reply]),
         "tools": [{"type": "function", **tool["function"]} for tool in row["tools"] or []],
     }
     rollout = Rollout(
@@ -174,12 +198,12 @@ def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Ro
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = {
+            parameters = {
                 "messages": messages[:index],
                 "tools": row["tools"],
                 "required_prefix_token_ids": chain.tokens or None,
             }
-            prompt = codec.prompt(read_request(asked, "")).token_ids
+            prompt = codec.prompt(read_request(parameters, "")).token_ids
             reply = codec.reply(read_request({"messages": messages[: index + 1], "tools": row["tools"]}, ""))
             if (length := len(prompt) + len(reply)) > codec.max_model_len:
                 raise DataError(f"it has {length} tokens, and generation.max_model_len is {codec.max_model_len}")
@@ -193,6 +217,6 @@ def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Ro
 
 
 def _said(error: Exception) -> str:
-    """An error's words, to go on with a sentence behind them."""
+    """Return an error's text in a form that continues a sentence."""
     words = f"the chat template changes the text: {error.evidence}" if isinstance(error, Refusal) else str(error)
     return words.rstrip(".")

@@ -4,13 +4,12 @@
     checkpoints/000012/a0001-1f3c9a2e/trainer/…                                     optimizer, scheduler, RNG, cursor
     checkpoints/000012/manifest.json                                                written last; names the directory
 
-Invariants: a directory without a manifest is not a checkpoint, and retention takes the manifest away before any file. Every
-attempt writes into a directory of its own, so what is published is written once.
+Invariants: a directory without a manifest is not a checkpoint, and retention deletes the manifest before any file.
+Every attempt writes into a separate directory, so published files are written once.
 
-Skip: an iteration that cannot be trained on becomes a version that is the one before, on record. A skipped iteration leaves
-what any iteration leaves: a train stage, a published version, a report. Its version has the files of the version before, byte
-for byte, and its train stage says why. So the next iteration, a restart, an evaluation and a fork need to know nothing of it,
-so that it cannot be taken for a step that was made.
+An iteration that cannot be trained on is skipped: it leaves a train stage with the reason, a report, and a version with
+the previous version's files, byte for byte. The next iteration, a restart, an evaluation and a fork need no special
+case, and the record shows that no step was made.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from roundhouse.weight_sync.tensor_files import digest_of
 
 
 def publish_starting_policy(run: Run, directory: Path, details: dict[str, object], *, move: bool = False) -> Reference:
-    """Commit version 0 from a local Hugging Face directory, whose files are given up with `move`."""
+    """Commit version 0 from a local Hugging Face directory. With `move`, move its files."""
     stage = run.checkpoint(0)
     attempt = run.begin(stage, policy_version=0)
     digest = _weights_digest(directory)
@@ -42,17 +41,17 @@ def publish_starting_policy(run: Run, directory: Path, details: dict[str, object
 def publish(run: Run, update: Reference) -> Reference:
     """Publish the version that a train stage wrote: check its files, commit the manifest, move the pointer.
 
-    A file with the stamp that it had when its digest was taken is not read again. The digest of the tensors is what the
-    trainer took as it wrote them; of a checkpoint without one, they are read once.
+    A file whose stamp is unchanged since its digest was taken is not read again. The trainer took the digest of the
+    tensors while it wrote them; a checkpoint without this digest is read once.
 
     Raises:
-        StoreError: the files are not those that the train stage recorded.
+        StoreError: the files differ from the train stage's record.
     """
     manifest = read_manifest(update)
     version = update.iteration
     stage = run.checkpoint(version)
-    if (done := stage.reference()) is not None:
-        return done
+    if (earlier := stage.reference()) is not None:
+        return earlier
     attempt = run.begin(stage, policy_version=version)
     written = ModelFiles.written_by(manifest)
     for entry, what in zip(written.files, faults_of(stage.location, written.files, as_written=True), strict=True):
@@ -98,20 +97,20 @@ def retain(run: Run, newest: int) -> list[int]:
     """
     config, versions = run.config.checkpoint, run.checkpoint_versions()
     needed = [0, run.first_version, promoted_version(run), reference_version(run, newest), *questioned_versions(run)]
-    kept = set(versions).intersection(needed)
-    kept |= {
+    kept_versions = set(versions).intersection(needed)
+    kept_versions |= {
         version
         for version in versions
         if version > newest - config.keep_last or (config.keep_every > 0 and version % config.keep_every == 0)
     }
-    references = [run.checkpoint(version).reference() for version in kept]
-    kept |= {trained_since_state(one)[0].policy_version for one in references if one is not None}
+    references = [run.checkpoint(version).reference() for version in kept_versions]
+    kept_versions |= {trained_since_state(one)[0].policy_version for one in references if one is not None}
     deleted: list[int] = []
     for version in versions:
-        if version in kept:
+        if version in kept_versions:
             continue
         if not deleted and (last := run.checkpoint(max(newest, *versions)).reference()) is not None:
-            run.point_to(last)  # kills may have left the pointer behind: beyond a gap it would find no newer version
+            run.point_to(last)  # a kill may have left an old pointer, which finds no newer version beyond a gap
         run.refuse_lost_lease()
         location = run.checkpoint(version).location
         location.delete(MANIFEST)
@@ -121,7 +120,8 @@ def retain(run: Run, newest: int) -> list[int]:
 
 
 def _weights_digest(directory: Path) -> dict[str, object]:
-    """Of the directory's tensors; nothing where a file is no safetensors file, which the engine refuses in its own words."""
+    """Return the digest of the directory's tensors; empty if a file is not a safetensors file, which the engine
+    rejects with its own error."""
     try:
         return {WEIGHTS_DIGEST: digest_of(directory)}
     except DataError:
@@ -134,10 +134,10 @@ def skip_after(error: BaseException, reason: str) -> Skip:
 
 
 def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
-    """Publish version `iteration` as a copy of the one before; one that was trained already is published as it is.
+    """Publish version `iteration` as a copy of the previous one. Publish an already trained version as it is.
 
     Raises:
-        StoreError: the version before is not complete.
+        StoreError: the previous version is not complete.
     """
     stage = run.stage(iteration, StageKind.TRAIN)
     update = stage.reference()
@@ -157,7 +157,7 @@ def skip_iteration(run: Run, iteration: int, skip: Skip) -> Reference:
 
 
 def skipped_in_a_row(run: Run, before: int) -> int:
-    """How many iterations right before this one were skipped."""
+    """Count the skipped iterations directly before this one."""
     count = 0
     while before - count - 1 > run.first_version and skip_of(run, before - count - 1) is not None:
         count += 1

@@ -1,8 +1,9 @@
-"""Collect: rollouts of one policy version, written down while they run.
+"""Collect: rollouts of one policy version, stored while they run.
 
-Invariants: each planned rollout is in the committed dataset exactly once; rollouts that an interrupted attempt had finished are
-kept, and only the missing ones are generated, under the same seeds. Of these, the model calls that were finished are not made
-again where the environment can be restored (`roundhouse.rollout.replay`); where it cannot, the manifest says how often and why.
+Invariants: each planned rollout is in the committed dataset exactly once. Finished rollouts of an interrupted attempt
+are kept, and only missing ones are generated, with the same seeds. If the environment can be restored, their finished
+model calls are not repeated (`roundhouse.rollout.replay`); otherwise the manifest has the number of restarts and the
+reasons.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _fitting: dict[str, Sequence[TaskRow]] = {}
 
 
 def training_tasks(run: Run) -> Sequence[TaskRow]:
-    """The training tasks of the run: its environment's, without those whose prompt is too long.
+    """Return the run's training tasks without those with too long a prompt.
 
     Raises:
         ConfigError: the environment cannot be opened, or no task fits `rollout.max_prompt_tokens`.
@@ -62,33 +63,33 @@ def _up_to(limit: int, tasks: Sequence[TaskRow], run: Run) -> Sequence[TaskRow]:
     template, tokenizer = template_in(files), Tokenizer.from_file(str(files / "tokenizer.json"))
 
     def tokens(row: TaskRow) -> int:
-        name = str(row.get("task_id", "")).partition("/")[0]  # no environment's, where there is no mixture
+        name = str(row.get("task_id", "")).partition("/")[0]  # without a mixture, no environment name
         rollout = run.config.rollout.of_environment(name)
         text = template.render(first_messages(row, rollout.system_prompt), tools_of(row))
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
     lengths = [tokens(row) for row in tasks]
-    kept = [place for place, length in enumerate(lengths) if length <= limit]
-    if not kept:
+    places = [place for place, length in enumerate(lengths) if length <= limit]
+    if not places:
         raise ConfigError(
             f"rollout.max_prompt_tokens is {limit}, and the shortest prompt of {len(lengths)} training tasks has "
             f"{min(lengths, default=0)} tokens. Raise it."
         )
-    if len(kept) < len(lengths):
+    if len(places) < len(lengths):
         logger.info(
             "%d of %d training tasks have prompts of more than %d tokens (rollout.max_prompt_tokens) and are left out",
-            len(lengths) - len(kept),
+            len(lengths) - len(places),
             len(lengths),
             limit,
         )
-    return TaskList(kept, tasks.__getitem__)
+    return TaskList(places, tasks.__getitem__)
 
 
 def with_epochs(run: Run) -> Run:
-    """The run with no more iterations than `rollout.epochs` has.
+    """Return the run, limited to the iterations of `rollout.epochs`.
 
     Raises:
-        ConfigError: a fork begins behind the last of them.
+        ConfigError: a fork begins after the last of them.
     """
     config = run.config
     if config.rollout.epochs is None:
@@ -127,8 +128,8 @@ def _collect(
     branching: Branching | None = None,
 ) -> Reference:
     """Collect one round, or round after round (`roundhouse.rollout.plan`), and then branches of these, into one stage."""
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
     config = run.config
     tasks, draw = training_tasks(run), recorded_draw(run, weights.policy_version)
     collection = open_collector(run, stage, weights.policy_version)
@@ -152,15 +153,18 @@ def _collect(
         refuse_many_failures(rollouts, config.rollout, engine_url)
         return rollouts
 
-    sampled = sample_rounds(tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history)
-    made: list[Sampled | Branched] = [sampled]
+    sampled = sample_rounds(
+        tasks, config.rollout, config.seed, stage.iteration, roll_out, draw.history, first_draw=run.first_draw
+    )
+    parts: list[Sampled | Branched] = [sampled]
     branches: Sequence[Rollout] = []
     if branching is not None:
         groups = branched_groups(sampled)
         whole = collection.whole(sampled.rollouts, groups)
-        if specs := plan_branches(whole, groups, branching, config.seed, stage.iteration):
+        taken = {rollout.group_id for rollout in sampled.rollouts}
+        if specs := plan_branches(whole, groups, branching, config.seed, stage.iteration, taken):
             branches = make(specs)
-            made.append(Branched(specs, branches))
+            parts.append(Branched(specs, branches))
     rollouts = [*sampled.rollouts, *branches]
     refuse_many_failures(rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(rollouts, requested=planned)
@@ -171,11 +175,11 @@ def _collect(
         metrics=collected.metrics()
         | metrics_by_environment(config, sampled.rollouts, "mixture/")
         | collection.metrics()
-        | {name: value for each in made for name, value in each.metrics().items()}
+        | {name: value for each in parts for name, value in each.metrics().items()}
         | draw.metrics(sampled.tasks),
         details={"failures": ledger.failures, "sampling": config.generation.sampling.model_dump()}
         | {"engine_tokens": counted_at(engine_url)}
-        | {name: value for each in made for name, value in each.details().items()},
+        | {name: value for each in parts for name, value in each.details().items()},
     )
 
 

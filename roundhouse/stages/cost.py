@@ -1,20 +1,19 @@
-"""What an iteration and a run cost, and what a run may use.
+"""Cost of an iteration and a run, and a run's budget.
 
-Invariants: costs come from what stages recorded of themselves; a GPU costs while it is held, used or not. A judge without a
-price is named with its tokens and never counts as free; the run's own engine has none, since its GPUs are paid by the hour.
-Why tokens are wasted stands in `trajectories.records`.
+Invariants: costs come from the stages' records; a GPU costs while it is held, used or not. A judge without a price is
+named with its tokens and never counts as free. The run's engine has no token price, because its GPUs are paid by the
+hour. `trajectories.records` lists the causes of wasted tokens.
 
 Budget:
 
-    <store>/runs/<run>/budget/0001.json     the first raise: which limits, to what, by whom, with what comment
+    <store>/runs/<run>/budget/0001.json     the first raise: limits with new values, author, comment
 
-A raise is written once and never changed. The budget is the configuration's with all raises: of each limit the largest value
-counts, so it is the same after any restart, on any machine, whichever way it was raised.
+A raise is written once and never changed. The budget is the configuration's with all raises: the largest value of each
+limit counts, so it is the same after any restart, on any machine, in any order of raises.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +28,10 @@ from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import JudgePrice
 from roundhouse.config.training import ProcessService
-from roundhouse.errors import ConfigError, RoundhouseError, StoreError
+from roundhouse.errors import BudgetReached, ConfigError, StoreError
 from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 from roundhouse.store.lease import all_drivers
-from roundhouse.store.lineage import IDENTITY
+from roundhouse.store.lineage import read_identity
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.run import SKIPPED, Run
 from roundhouse.store.stage import Manifest, Reference, Stage, StageKind, current_names, read_manifest, read_table
@@ -48,7 +47,7 @@ _TOTAL_OF = {
     "cost/generated_tokens": ("generated_tokens", 1.0),
     "cost/total": ("money", 1.0),
 }
-"""Which total a metric adds to, and its unit in the metric's."""
+"""Total that a metric adds to, and its unit in the metric's."""
 
 
 OWN_ENGINE, UNKNOWN_JUDGE = "the run's own engine", "an unknown judge"
@@ -64,15 +63,15 @@ class JudgeTokens:
 
 
 def judge_tokens(rollouts: pa.Table, environment: Mapping[str, Any]) -> dict[str, JudgeTokens]:
-    """What the judges of these rollouts used, by model; answers from the cache are not counted again.
+    """Sum the tokens of these rollouts' judges by model; cached answers are not counted again.
 
     Args:
         rollouts: the `rollouts` dataset, or its columns `group_id` and `metrics`.
-        environment: the section by which they were judged, as JSON. Its rubric and its audit name the models; of a mixture,
-            those of the rollout's part.
+        environment: section that judged them, as JSON. Its rubric and audit name the models; in a mixture, those of the
+            rollout's part.
     """
     parts = environment.get("environments")
-    found: dict[str, JudgeTokens] = {}
+    tokens_by_model: dict[str, JudgeTokens] = {}
     for row in rollouts.select(["group_id", "metrics"]).to_pylist():
         metrics = dict(row["metrics"] or ())
         own = environment if parts is None else parts.get(row["group_id"].partition("/")[0], {})
@@ -82,12 +81,12 @@ def judge_tokens(rollouts: pa.Table, environment: Mapping[str, Any]) -> dict[str
                 judge = (own.get(section) or {}).get("judge")
                 if judge is None:
                     model = UNKNOWN_JUDGE
-                elif judge.get("base_url") is None:
+                elif judge.get("model") is None:
                     model = OWN_ENGINE
                 else:
                     model = str(judge["model"])
-                add_judges(found, {model: JudgeTokens(prompt, completion)})
-    return found
+                add_judges(tokens_by_model, {model: JudgeTokens(prompt, completion)})
+    return tokens_by_model
 
 
 def add_judges(totals: dict[str, JudgeTokens], more: Mapping[str, JudgeTokens]) -> None:
@@ -98,7 +97,7 @@ def add_judges(totals: dict[str, JudgeTokens], more: Mapping[str, JudgeTokens]) 
 
 
 def judge_money(used: Mapping[str, JudgeTokens], prices: Mapping[str, JudgePrice]) -> float:
-    """Of the judges that have a price."""
+    """Return the cost of the judges that have a price."""
     return sum(
         (used[model].prompt * price.prompt + used[model].completion * price.completion) / MILLION
         for model, price in prices.items()
@@ -132,8 +131,8 @@ def iteration_cost(
     engine = config.generation.replicas * config.generation.gpus_per_replica
     train = manifests.get(StageKind.TRAIN)
     in_stage = 0.0 if train is None else train.finished_at - train.started_at
-    held = in_stage if isinstance(config.train.service, ProcessService) else seconds
-    gpu_seconds = engine * seconds + config.cost.trainer_gpus * held
+    trainer_seconds = in_stage if isinstance(config.train.service, ProcessService) else seconds
+    gpu_seconds = engine * seconds + config.cost.trainer_gpus * trainer_seconds
     cpu_seconds = sum(manifest.resources.get("cpu_seconds", 0.0) for manifest in stages)
     prices = config.cost.prices
     metrics = {
@@ -149,16 +148,16 @@ def iteration_cost(
     if prices.gpu_hour or prices.cpu_hour or prices.judges:
         resources = (gpu_seconds * prices.gpu_hour + cpu_seconds * prices.cpu_hour) / HOUR
         metrics["cost/total"] = resources + judge_money(used, prices.judges)
-    found = {name: value for manifest in stages for name, value in manifest.metrics.items()}
-    if generated := found.get("cost/generated_tokens"):
-        wasted = sum(value for name, value in found.items() if is_waste(name))
+    values = {name: value for manifest in stages for name, value in manifest.metrics.items()}
+    if generated := values.get("cost/generated_tokens"):
+        wasted = sum(value for name, value in values.items() if is_waste(name))
         metrics["waste/token_fraction"] = wasted / generated
     return metrics
 
 
 def iteration_judges(run: Run, iteration: int, kinds: Iterable[str]) -> dict[str, JudgeTokens]:
     """Tokens of the rubrics' judges in these stages of an iteration, by model."""
-    found: dict[str, JudgeTokens] = {}
+    tokens_by_model: dict[str, JudgeTokens] = {}
     sets = run.config.evaluation.sets
     for kind in kinds:
         if kind != StageKind.COLLECT and not kind.startswith(StageKind.EVALUATE):
@@ -168,8 +167,8 @@ def iteration_judges(run: Run, iteration: int, kinds: Iterable[str]) -> dict[str
         judged = any((each.rubric or each.audit) is not None for each in environments_in(environment).values())
         if judged and (reference := run.stage(iteration, kind).reference()) is not None:
             section = environment.model_dump(mode="json")
-            add_judges(found, judge_tokens(read_table(reference, "rollouts"), section))
-    return found
+            add_judges(tokens_by_model, judge_tokens(read_table(reference, "rollouts"), section))
+    return tokens_by_model
 
 
 def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> dict[str, float]:
@@ -180,8 +179,8 @@ def totals_after(before: Mapping[str, float], *metrics: Mapping[str, float]) -> 
         metrics: of the iteration's stages, the report's among them.
     """
     totals = dict.fromkeys(BUDGETED, 0.0) | dict(before)
-    for found in metrics:
-        for name, value in found.items():
+    for iteration_metrics in metrics:
+        for name, value in iteration_metrics.items():
             total, unit = _TOTAL_OF.get(name, (name, 1.0))
             if name in _TOTAL_OF or is_waste(name):
                 totals[total] = totals.get(total, 0.0) + value / unit
@@ -196,10 +195,10 @@ def run_totals(run: Run, iteration: int) -> dict[str, float]:
 
 
 def bill_of(run: Run) -> dict[str, dict[str, float]]:
-    """Each generated token and CPU second of a run on record, by its one cause, with money where a price is set.
+    """Assign each generated token and CPU second of a run on record to one cause, with money if a price is set.
 
-    Tokens are counted in the rows that were generated, never in copies of them: a re-scored dataset, a replay of validation,
-    the checkpoints of a fork and the recorded turns before a branch add none.
+    Tokens are counted in the generated rows, never in copies: a re-scored dataset, a replay of validation, the
+    checkpoints of a fork and the recorded turns before a branch add none.
 
         trained       a step gave them weight                      failed, quarantined, omitted, untrained   see above
         skipped       the iteration was skipped on purpose          pending     collected, not trained on yet
@@ -207,24 +206,27 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
         evaluated     held-out rollouts                             branched    new turns of branches
         replayed      by stages of replays                          judged      answers of a rubric's judge, and
                                                                                 stored rollouts judged anew (CPU)
-        repeated      calls that were on record and had to be made again
-        interrupted   generated by the engine, as it counts, and in no row: calls in flight when a process was killed
+        repeated      recorded calls that had to be made again
+        interrupted   counted by the engine but in no row: calls in flight when a process was killed
         driver        the same, before the first refit was complete: the checks of the engine
 
-    Money of judges is that of what they read and wrote (`cost.prices.judges`). CPU seconds of a driver's process and of its
-    programs on the same machine, shards and trainers (`roundhouse.store.lease`), outside of the stages that it completed:
+    The money of judges covers their prompt and completion tokens (`cost.prices.judges`). CPU seconds of a driver's
+    process, and of its programs, shards and trainers on the same machine (`roundhouse.store.lease`), outside the stages
+    that it completed:
 
-        interrupted   it disappeared: attempts that were killed, without what they used after the last renewal of the lease
-                      (10 s, a sixth of its time). And of any driver: programs that ended without a result
-        pending       it is at work
-        driver        it ended: the flow around the stages, attempts that failed, checkpoints that are deleted since
+        interrupted   it disappeared: killed attempts, without the use after the last renewal of the lease (10 s, a sixth of its
+                      time). For any driver: programs that ended without a result
+        pending       it is running
+        driver        it ended: the flow around the stages, failed attempts, checkpoints deleted since
 
-    Not on record: killed programs on other machines (Jobs, Ray); and calls in flight at a replica that has ended since, at an
-    engine that breaks them off with their client (vLLM under Ray Serve), or in overlapped stages, where no count is of one.
+    Not on record: killed programs on other machines (Jobs, Ray); calls in flight at a replica that has since ended, at
+    an engine that aborts them with their client (vLLM under Ray Serve), or in overlapped stages, where counts cannot be
+    separated.
 
     Returns:
-        `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}, "unpriced_judge_tokens": {model: …}}`: of the
-        last, prompt and completion tokens together.
+        `{"tokens": {cause: …}, "cpu_seconds": {cause: …}, "money": {cause: …}, "unpriced_judge_tokens": {model: …}}`:
+        the last
+        with prompt and completion tokens together.
 
     Raises:
         LedgerError: an iteration's causes are more than its tokens.
@@ -248,7 +250,7 @@ def bill_of(run: Run) -> dict[str, dict[str, float]]:
 
 @dataclass(slots=True)
 class _Bill:
-    """What `bill_of` has found so far."""
+    """Intermediate sums of `bill_of`."""
 
     tokens: dict[str, float] = field(default_factory=dict)
     """By cause, as `seconds`."""
@@ -256,14 +258,14 @@ class _Bill:
     judges: dict[str, JudgeTokens] = field(default_factory=dict)
     """By model."""
     committed: list[Manifest] = field(default_factory=list)
-    """Of all stages that the run's own drivers may have completed."""
+    """Manifests of all stages that the run's drivers may have completed."""
     sampled: list[tuple[Manifest, float]] = field(default_factory=list)
     """Stages at the engine, with the tokens that they had of it."""
 
     def add_sampled(
         self, manifest: Manifest, generated: float, judges: Mapping[str, JudgeTokens] | None = None
     ) -> None:
-        """A stage with the tokens in its rows, and what its judges used."""
+        """Add a stage's tokens in rows and its judges' tokens."""
         own = JudgeTokens() if judges is None else judges.get(OWN_ENGINE, JudgeTokens())
         tokens = generated + own.completion + manifest.metrics.get("rollout/repeated_tokens", 0.0)
         if tokens or "engine_tokens" in manifest.details:
@@ -271,7 +273,7 @@ class _Bill:
 
 
 def _add_iterations(run: Run, bill: _Bill) -> None:
-    """What the stages of the run's iterations and its checkpoints used."""
+    """Add the stages of the run's iterations and its checkpoints."""
     for k in _numbers(run.location / "iterations"):
         manifests = _stages_of(run.location, k)
         bill.committed += manifests.values()
@@ -310,27 +312,29 @@ def _collected_tokens(place: Location, k: int, manifests: Mapping[str, Manifest]
     if validated is None or train is None:
         return {"pending": generated}
     metrics = validated.metrics | train.metrics
-    found = {name[len("waste/") : -len("_tokens")]: value for name, value in metrics.items() if is_waste(name)}
-    given = metrics.get("validate/trained_tokens", 0.0)
-    found["trained"] = given - found.get("untrained", 0.0)
-    found["masked"] = generated - math.fsum(found.values())
-    if found["masked"] < 0 or found["trained"] < 0:
-        raise LedgerError(f"Iteration {k} of {place.uri}: of {generated:.0f} generated tokens, the causes are {found}.")
-    return {cause: count for cause, count in found.items() if count}
+    tokens = {name[len("waste/") : -len("_tokens")]: value for name, value in metrics.items() if is_waste(name)}
+    trained_tokens = metrics.get("validate/trained_tokens", 0.0)
+    tokens["trained"] = trained_tokens - tokens.get("untrained", 0.0)
+    tokens["masked"] = generated - math.fsum(tokens.values())
+    if tokens["masked"] < 0 or tokens["trained"] < 0:
+        raise LedgerError(
+            f"Iteration {k} of {place.uri}: of {generated:.0f} generated tokens, the causes are {tokens}."
+        )
+    return {cause: count for cause, count in tokens.items() if count}
 
 
 def _unrecorded_tokens(sampled: Sequence[tuple[Manifest, float]]) -> dict[str, float]:
-    """Tokens that the engine generated up to a count on record, without those of the stages that ended since the count before,
-    by cause: before the first one `driver`, then `interrupted`.
+    """Return, by cause, the tokens that the engine generated up to a recorded count, without those of the stages that
+    ended since the previous count: `driver` before the first count, then `interrupted`.
 
-    Nothing follows from a count that was made during another stage, nor from one whose replicas are not those of the last.
+    A count made during another stage, or with other replicas than the previous count, is not used.
     """
     ordered = sorted(sampled, key=lambda each: each[0].finished_at)
     is_within, earliest = [], math.inf
     for manifest, _ in reversed(ordered):
         is_within.append(earliest < manifest.finished_at)
         earliest = min(earliest, manifest.started_at)
-    before, recorded, found = dict[str, int](), 0.0, dict[str, float]()
+    before, recorded, causes = dict[str, int](), 0.0, dict[str, float]()
     for (manifest, tokens), within in zip(ordered, reversed(is_within), strict=True):
         recorded += tokens
         counts = manifest.details.get("engine_tokens")
@@ -338,15 +342,15 @@ def _unrecorded_tokens(sampled: Sequence[tuple[Manifest, float]]) -> dict[str, f
             continue
         unrecorded = sum(counts.values()) - sum(before.values()) - recorded
         if unrecorded > 0 and (not before or counts.keys() == before.keys()):
-            _add(found, {"interrupted" if before else "driver": unrecorded})
+            _add(causes, {"interrupted" if before else "driver": unrecorded})
         before, recorded = counts, 0.0
-    return found
+    return causes
 
 
 def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[str, float]:
     """CPU seconds that the drivers of a run or replay and their programs used, without those of the stages that they committed,
     by cause."""
-    found: dict[str, float] = {}
+    seconds_by_cause: dict[str, float] = {}
     drivers = all_drivers(place)
     for driver in drivers:
         in_stages = math.fsum(
@@ -358,18 +362,18 @@ def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[s
         cause = "driver" if driver.released else "pending" if alive else "interrupted"
         outside = max(0.0, driver.cpu_seconds - in_stages)
         lost = min(outside, driver.lost_cpu_seconds)
-        _add(found, {"interrupted": lost})
-        _add(found, {cause: outside - lost})
-    return {cause: used for cause, used in found.items() if used}
+        _add(seconds_by_cause, {"interrupted": lost})
+        _add(seconds_by_cause, {cause: outside - lost})
+    return {cause: used for cause, used in seconds_by_cause.items() if used}
 
 
 def _add_replays(run: Run, bill: _Bill) -> None:
-    """What replays of the run used; their own tokens are those that they sampled."""
+    """Add the replays of the run; their tokens are those that they sampled."""
     replays = Location(run.config.store) / "replays"
     for name in replays.names():
         place = replays / name
         try:
-            identity = json.loads(place.read(IDENTITY))
+            identity = read_identity(place)
             if identity["replay"]["run_uid"] != run.uid:
                 continue
         except NotFound:
@@ -390,7 +394,7 @@ def _add_replays(run: Run, bill: _Bill) -> None:
 
 
 def _add_datasets(run: Run, bill: _Bill) -> None:
-    """What dataset versions of the run used: collected for themselves, branched, or judged anew."""
+    """Add the dataset versions of the run: collected, branched, or judged anew."""
     datasets = Location(run.config.store) / "datasets"
     for place in [datasets / f"{name}/{label}" for name in datasets.names() for label in (datasets / name).names()]:
         if (reference := Stage(place, kind=StageKind.COLLECT, run_id="", iteration=0).reference()) is None:
@@ -430,8 +434,8 @@ def _sum(column: pa.ChunkedArray) -> float:
 def _stages_of(place: Location, k: int) -> dict[str, Manifest]:
     """Manifests of an iteration's complete stages, without those of a checkpoint."""
     root = place / f"iterations/{k:06d}"
-    found = {kind: _stage_at(place, k, kind).reference() for kind in root.names()}
-    return {kind: read_manifest(reference) for kind, reference in found.items() if reference is not None}
+    references = {kind: _stage_at(place, k, kind).reference() for kind in root.names()}
+    return {kind: read_manifest(reference) for kind, reference in references.items() if reference is not None}
 
 
 def _stage_at(place: Location, k: int, kind: str) -> Stage:
@@ -454,15 +458,11 @@ def _add(totals: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def is_waste(name: str) -> bool:
-    """Whether a metric or a total counts tokens wasted for one reason."""
+    """Return whether a metric or a total counts tokens wasted for one reason."""
     return name.startswith("waste/") and name.endswith("_tokens")
 
 
 PLACE = "budget"
-
-
-class BudgetReached(RoundhouseError):
-    """The run has used what it may; nothing failed."""
 
 
 class Raise(BaseModel):
@@ -484,13 +484,13 @@ def raises(run: Run) -> list[Raise]:
     Raises:
         StoreError: one is damaged.
     """
-    place, found = run.location / PLACE, list[Raise]()
+    place, raises_so_far = run.location / PLACE, list[Raise]()
     while True:  # by number, since a bucket may list late
-        name = f"{len(found) + 1:04d}.json"
+        name = f"{len(raises_so_far) + 1:04d}.json"
         try:
-            found.append(Raise.model_validate_json(place.read(name)))
+            raises_so_far.append(Raise.model_validate_json(place.read(name)))
         except NotFound:
-            return found
+            return raises_so_far
         except ValidationError as error:
             raise StoreError(f"{place.uri}/{name} is no raise of a budget. Mend or delete it. {error}") from error
 
@@ -504,10 +504,11 @@ def budget_of(run: Run) -> dict[str, float]:
 
 
 def raise_budget(run: Run, limits: Mapping[str, float], comment: str = "", by: str = "") -> Raise:
-    """Allow the run more. A limit that the configuration at hand does not set may be set where the run is at work.
+    """Raise the run's budget. A limit that the present configuration does not set may be set on the machine that runs
+    it.
 
     Raises:
-        ConfigError: no limit of a budget, or a value that does not raise it.
+        ConfigError: the name is not a budget limit, or the value does not raise it.
     """
     present = budget_of(run)
     for name, value in limits.items():
@@ -532,7 +533,7 @@ def raise_budget(run: Run, limits: Mapping[str, float], comment: str = "", by: s
 
 
 def over_budget(limits: Mapping[str, float], totals: Mapping[str, float]) -> list[str]:
-    """What of the budget is used up, one line each with the key to raise, and by how much it is exceeded."""
+    """Return one line per exceeded limit, with the key to raise and the excess."""
     lines = []
     for name, limit in limits.items():
         if (used := totals[name]) >= limit:
@@ -542,7 +543,7 @@ def over_budget(limits: Mapping[str, float], totals: Mapping[str, float]) -> lis
 
 
 def used_up(run: Run, iteration: int) -> list[str]:
-    """What keeps iteration `iteration` from beginning, one line each; none where the budget lasts."""
+    """Return one line per reason that keeps iteration `iteration` from starting; empty if the budget lasts."""
     if not run.config.cost.budget.model_dump(exclude_none=True):
         return []
     return over_budget(budget_of(run), run_totals(run, iteration - 1))

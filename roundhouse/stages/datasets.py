@@ -10,7 +10,6 @@ replay of the store trains from.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from roundhouse.config.loading import differences
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
-from roundhouse.store.lineage import FIXED_BY_CHECKPOINT
+from roundhouse.store.lineage import FIXED_BY_CHECKPOINT, read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run, load_run, open_run, run_exists
 from roundhouse.store.stage import MANIFEST, Reference, Stage, StageKind, read_manifest
@@ -30,7 +29,7 @@ _MOMENT = re.compile(r"(?P<stamp>\d{8}T\d{6}Z)-v(?P<version>\d{6,})")
 
 @dataclass(frozen=True)
 class TaskDraw:
-    """What is collected: which tasks and seeds, under which version's name."""
+    """A collection's tasks and seeds, and its version name."""
 
     iteration: int
     """Selects tasks and seeds, as an iteration of training does."""
@@ -39,7 +38,7 @@ class TaskDraw:
 
     @classmethod
     def of_moment(cls, moment: datetime) -> TaskDraw:
-        """A draw of its own for each moment, to the minute."""
+        """Return a separate draw for each minute."""
         return cls(int(moment.timestamp()) // 60, moment)
 
     def label(self, version: int) -> str:
@@ -50,13 +49,13 @@ class TaskDraw:
 
 
 def open_to_collect(config: RunConfig) -> Run:
-    """The run, to collect a dataset with one of its checkpoints; a new one where there is none of that id.
+    """Open the run to collect a dataset with one of its checkpoints; create it if the ID is new.
 
-    What is collected outside of training is no part of the run, so tasks, sampling, environment and limits may differ from the
-    run's own.
+    A collection outside of training is not part of the run, so tasks, sampling, environment and limits may differ from
+    the run's.
 
     Raises:
-        ConfigError: the policy is another.
+        ConfigError: the policy differs.
     """
     if not run_exists(config.store, config.run_id):
         return open_run(config)
@@ -70,7 +69,7 @@ def open_to_collect(config: RunConfig) -> Run:
             f"Run {config.run_id!r} exists with another policy, which cannot collect for this configuration:\n{lines}\n"
             "Take these changes back; every other key may differ."
         )
-    return replace(run, config=config)
+    return replace(run, config=config, has_other_inputs=True)
 
 
 def stamp(moment: datetime) -> str:
@@ -81,8 +80,10 @@ def stamp(moment: datetime) -> str:
 def dataset_versions(store: str, name: str) -> list[Reference]:
     """The complete versions of a dataset, oldest first by the moment at which they were finished."""
     root = Location(store) / f"datasets/{name}"
-    found = [Stage(root / label, kind=StageKind.COLLECT, run_id="", iteration=0).reference() for label in root.names()]
-    whole = [reference for reference in found if reference is not None]
+    references = [
+        Stage(root / label, kind=StageKind.COLLECT, run_id="", iteration=0).reference() for label in root.names()
+    ]
+    whole = [reference for reference in references if reference is not None]
     return sorted(whole, key=lambda reference: read_manifest(reference).finished_at)
 
 
@@ -97,7 +98,7 @@ def version_for(run: Run, name: str, draw: TaskDraw, wanted: int | None) -> int 
     the newest). So a retried collection mixes no versions, even if training continued meanwhile."""
     if draw.moment is None:
         return wanted
-    begun = None
+    unfinished = None
     for label in (Location(run.config.store) / f"datasets/{name}").names():
         match = _MOMENT.fullmatch(label)
         if match is None or match["stamp"] != stamp(draw.moment):
@@ -106,8 +107,8 @@ def version_for(run: Run, name: str, draw: TaskDraw, wanted: int | None) -> int 
         if dataset_stage(run, name, label, draw).reference() is not None:
             return version
         if run.checkpoint(version).reference() is not None:
-            begun = version
-    return wanted if begun is None else begun
+            unfinished = version
+    return wanted if unfinished is None else unfinished
 
 
 def dataset_stage(run: Run, name: str, label: str, draw: TaskDraw) -> Stage:
@@ -143,14 +144,14 @@ def retain_versions(
     now: float | None = None,
     dry_run: bool = False,
 ) -> list[str]:
-    """Delete complete versions that nothing keeps; their URIs. What is unfinished stays.
+    """Delete complete versions that nothing keeps, and return their URIs. Incomplete versions stay.
 
-    A version is kept when it is among the `keep_last` newest, when it is younger than `keep_days`, or when a run or a replay
-    of the store trains from it. The newest one always is; with neither number, all are.
+    A version is kept if it is among the `keep_last` newest, younger than `keep_days`, or used for training by a run or
+    a replay of the store. The newest version is always kept; with neither number, all are.
 
     Args:
-        now: seconds since the epoch; this moment when left out.
-        dry_run: only say what would be deleted.
+        now: seconds since the epoch; by default the present time.
+        dry_run: only return what would be deleted.
     """
     if keep_last is None and keep_days is None:
         return []
@@ -173,7 +174,7 @@ def retain_versions(
 def _replayed_from(store: str, replayed: Location) -> list[str]:
     """URIs of the dataset versions that a replay reads instead of the run's collections; of an unfinished one, too."""
     try:
-        request = json.loads(replayed.read("run.json"))["replay"]
+        request = read_identity(replayed)["replay"]
     except NotFound:
         return []
     source = request["inputs"].get("rollouts", "")
@@ -189,7 +190,7 @@ def _replayed_from(store: str, replayed: Location) -> list[str]:
 def _trained_from(run: Location) -> list[Reference]:
     """The dataset versions that a run has fixed; none for a run that collects its own."""
     try:
-        identity = json.loads(run.read("run.json"))
+        identity = read_identity(run)
     except NotFound:
         return []
     if not identity["config"].get("offline"):

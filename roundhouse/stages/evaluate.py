@@ -20,14 +20,17 @@ import numpy as np
 
 from roundhouse.collection.collector import deviation, mean, refuse_many_failures, rollout_metrics
 from roundhouse.collection.in_process_runner import open_collector
-from roundhouse.config.environments import MixtureEnvironment
+from roundhouse.config.environments import EnvironmentConfig, MixtureEnvironment
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import evaluation_sampling, with_set
+from roundhouse.environments import has_own_splits
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.collect import Progress
+from roundhouse.stages.task_survey import survey_of, tasks_in_training
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Ledger, Rollout, pass_at_k
@@ -39,15 +42,17 @@ EVALUATION_SEED = 7
 def evaluate_version(
     run: Run, version: int, engine_url: str, progress: Progress | None = None, name: str | None = None
 ) -> Reference:
-    """Evaluate a policy version that the engine has been refitted to; with `name`, on that one of `evaluation.sets`.
+    """Evaluate a policy version after its refit; with `name`, on that one of `evaluation.sets`.
 
     Raises:
         ConfigError: the environment has no held-out task.
-        TooFewRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt makes these again.
+        TooFewRollouts, FailingRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt
+            makes these again.
     """
     stage = run.stage(version, stage_of(name))
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
+    trains_on = run.config
     if name is not None:
         run = dataclasses.replace(run, config=with_set(run.config, name))
     config = run.config
@@ -62,6 +67,8 @@ def evaluate_version(
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
     threshold, environment = config.evaluation.success_threshold, config.environment
     metrics = evaluation_metrics(collected.rollouts, threshold, name)
+    if (shared := _tasks_in_training(trains_on, config.environment, rows)) is not None:
+        metrics[f"evaluation/{'' if name is None else f'{name}/'}{IN_TRAINING}"] = float(shared)
     for part in environment.environments if isinstance(environment, MixtureEnvironment) else ():
         own = [rollout for rollout in collected.rollouts if rollout.group_id.startswith(f"{part}/")]
         metrics |= evaluation_metrics(own, threshold, part if name is None else f"{name}/{part}")
@@ -73,19 +80,32 @@ def evaluate_version(
     )
 
 
+IN_TRAINING = "tasks_in_training"
+
+
+def _tasks_in_training(trains_on: RunConfig, environment: EnvironmentConfig, rows: Sequence[TaskRow]) -> int | None:
+    """Return how many of the evaluated rows are training tasks of the run; None if it trains on datasets."""
+    if trains_on.offline is not None:
+        return None
+    if environment == trains_on.environment and has_own_splits(environment):
+        return 0
+    training = survey_of(open_environment(trains_on.environment).tasks("train"))
+    return len(tasks_in_training(training, rows))
+
+
 def stage_of(name: str | None) -> str:
     """The stage of an evaluation: `evaluate`, or `evaluate-<name>` of one of `evaluation.sets`."""
     return StageKind.EVALUATE if name is None else f"{StageKind.EVALUATE}-{name}"
 
 
 def set_of(stage: str) -> str | None:
-    """The name in `evaluation.sets` whose stage this is; None of all other stages."""
+    """Return the name in `evaluation.sets` of this stage; None for all other stages."""
     name = stage.removeprefix(stage_of(""))
     return None if name == stage else name
 
 
 def no_heldout_task(config: RunConfig) -> ConfigError:
-    """That there is nothing to evaluate on."""
+    """Return the error that held-out tasks are missing."""
     environment = config.environment
     keys = [key for key in ("heldout_tasks", "heldout_data", "heldout_fraction") if hasattr(environment, key)]
     where = f"Set environment.{keys[0]}" if keys else "Give some from the environment's tasks('heldout')"
@@ -120,12 +140,12 @@ def evaluation_metrics(
 
 
 def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Rewards of each task's rollouts; a failed rollout has none."""
-    found: dict[str, list[float]] = {}
+    """Return each task's rewards, without failed and masked rollouts."""
+    rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
-        if rollout.reward is not None:
-            found.setdefault(rollout.group_id, []).append(rollout.reward)
-    return found
+        if (reward := rollout.counted_reward) is not None:
+            rewards.setdefault(rollout.group_id, []).append(reward)
+    return rewards
 
 
 RESAMPLES = 2000
@@ -135,7 +155,7 @@ ROUNDING = 1e-9
 """A reward that misses the threshold by less reaches it: 0.7 + 0.2 + 0.1 is not quite 1."""
 
 Rewards = Mapping[str, Sequence[float]]
-"""Rewards of a task's rollouts, by task. Failed rollouts have none and are not in it."""
+"""Rewards of the rollouts per task, without failed rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +185,8 @@ def reported_ks(rewards: Rewards) -> list[int]:
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Mean of one value a task, with its percentile bootstrap interval over tasks (Efron 1979).
 
-    A value that is the same for every task gives an interval of no width, which says nothing of tasks not seen: with n
-    tasks that all passed, up to about 3 / n may still fail.
+    If the value is equal for all tasks, the interval has no width but does not bound unseen tasks: after n passed
+    tasks, up to about 3 / n may still fail.
     """
     data = np.asarray(values, dtype=np.float64)
     if len(data) == 0:
@@ -184,9 +204,9 @@ def task_means(rewards: Rewards) -> dict[str, float]:
 
 
 def paired_difference(candidate: Rewards, incumbent: Rewards, confidence: float = 0.95) -> Interval:
-    """How much better the candidate is, over the tasks that both have rewards for.
+    """Return the candidate's improvement over the tasks with rewards in both evaluations.
 
-    Both answered the same tasks, so the difference is taken task by task: what makes a task hard cancels.
+    Both answered the same tasks, so differences are taken per task and task difficulty cancels.
 
     Raises:
         ValueError: they have no task in common.

@@ -1,7 +1,7 @@
 """Fork: a new run that continues from an iteration of another.
 
-Invariant: the parent is only read. The fork's configuration is the parent's but for what the person changed, so a fork without
-changes makes the very versions that the parent made.
+Invariant: the parent is only read. The fork's configuration is the parent's with the user's changes, so a fork without
+changes makes exactly the parent's versions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from roundhouse.config.algorithms import UNCORRECTED
 from roundhouse.config.loading import apply_override, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
@@ -25,15 +26,15 @@ def fork_config(
     overrides: Sequence[str] = (),
     keys: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The configuration of a fork: its parent's with the changes. A fork that owns the checkpoint that it starts from
-    keeps its own, whatever became of the parent.
+    """Return the configuration of a fork: its parent's with the changes. A fork that owns its starting checkpoint keeps
+    its own configuration, whatever happened to the parent.
 
     Args:
-        at: the iteration (= policy version) to continue from; by default where the fork began, or the parent's newest.
-        keys: whole sections that take the place of the recorded ones, before the overrides.
+        at: iteration (= policy version) to continue from; by default the fork's start or the parent's newest version.
+        keys: whole sections that replace the recorded ones, before the overrides.
 
     Raises:
-        StoreError: there is no such run, or no such version of it.
+        StoreError: the run or its version does not exist.
         ConfigError: nothing left to train, an impossible override.
     """
     source, version = _source(store, run_id, new_id, at)
@@ -80,23 +81,23 @@ def offline_config(
     reward_threshold: float | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """The configuration of an offline run, its own where `fork_config` takes that.
+    """Return the configuration of an offline run; if `fork_config` takes the run's own, that one.
 
     Args:
-        at: the checkpoint of the run to start from: `newest`, `promoted` or a version. The first two are looked up once, when
-            the offline run is made.
-        method: grpo keeps the run's own algorithm where that is a policy gradient, with truncated importance weights; rejection
-            learns the best rollout of each group that reaches the threshold; sft learns all rows; distillation needs a teacher.
-        overrides: come last.
+        at: starting checkpoint: `newest`, `promoted` or a version. The first two are resolved once, when the offline
+            run is made.
+        method: grpo keeps the run's policy-gradient algorithm, with truncated importance weights; rejection learns the
+            best rollout of each group that reaches the threshold; sft learns all rows; distillation needs a teacher.
+        overrides: applied last.
 
     Raises:
-        StoreError: there is no such run.
-        ConfigError: no such checkpoint, or settings that do not fit the method.
+        StoreError: the run does not exist.
+        ConfigError: the checkpoint is missing, or settings do not fit the method.
     """
-    asked = int(at) if at.isdecimal() else None
-    if asked is None and fork_of(store, run_id, new_id) is None:
-        asked = version_named(load_run(store, run_id), at)
-    source, version = _source(store, run_id, new_id, asked)
+    start = int(at) if at.isdecimal() else None
+    if start is None and fork_of(store, run_id, new_id) is None:
+        start = version_named(load_run(store, run_id), at)
+    source, version = _source(store, run_id, new_id, start)
     keys = {
         "offline": {"datasets": list(datasets)},
         "train": source.config.train.model_dump(mode="json")
@@ -107,7 +108,7 @@ def offline_config(
 
 
 def fork_of(store: str, parent_id: str, run_id: str) -> Run | None:
-    """The run, if it began from a version of that parent; None where there is no such run, or it began elsewhere."""
+    """Return the run if it was forked from a version of that parent, else None."""
     run = load_run(store, run_id) if run_exists(store, run_id) else None
     if run is None or run.parent is None:
         return None
@@ -115,7 +116,7 @@ def fork_of(store: str, parent_id: str, run_id: str) -> Run | None:
 
 
 def _source(store: str, parent_id: str, run_id: str, at: int | None) -> tuple[Run, int]:
-    """The run whose configuration a fork takes, and the version that it starts from: the fork itself, once it owns that
+    """Return the run whose configuration a fork takes, and its starting version: the fork itself if it owns that
     version, else its parent."""
     if (fork := fork_of(store, parent_id, run_id)) is not None:
         at = fork.first_version if at is None else at
@@ -151,12 +152,12 @@ def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold
             "select": "best_of_group",
             "reward_threshold": 1.0 if threshold is None else threshold,
         }
-    # The run's own algorithm, else GRPO, with truncated importance weights if it has no correction
+    # The run's algorithm, else GRPO, with truncated importance weights if it has no correction
     own = config.train.algorithm.model_dump(mode="json", exclude_unset=True)
     kind = config.train.algorithm.kind
     if kind in ("cross_entropy", "distillation"):
         own, kind = {}, "grpo"
-    if own.get("mismatch_correction", "none") == "none":
+    if own.get("mismatch_correction", "none") in UNCORRECTED:
         own |= {"mismatch_correction": "tis"}
     if config.train.algorithm.kl_coefficient > 0 and config.train.algorithm.kl_placement == "loss":
         own |= {"kl_importance_weighting": True}

@@ -1,10 +1,10 @@
-"""How old data is for the policy that is to learn from it, in numbers, and what is too old.
+"""Age of data relative to the policy that learns from it, and its bounds.
 
-Invariant: nothing here decides by itself. `judge` holds what was measured against the bounds of `offline`, and every line
-that it gives has the number, the bound's key and its value.
+Invariant: this module decides nothing by itself. `judge` compares measurements with the bounds of `offline`; each of
+its lines has the number, the bound's key and its value.
 
     w      importance weight of a token, exp(policy − recorded log-probability); of a rollout, the product over its tokens
-    Kish   (Σw)² / (n Σw²): the share of n samples that still count; 1 when all weights are equal
+    Kish   (Σw)² / (n Σw²): the effective share of n samples; 1 when all weights are equal
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StaleData(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """What the importance weights of a sample say."""
+    """Statistics of a sample's importance weights."""
 
     tokens: int
     rollouts: int
@@ -51,7 +51,7 @@ class Importance:
     clipped: float
     """Share of the tokens whose weight is outside of the correction's bounds."""
     mean_difference: float
-    """Of |policy − recorded| over the tokens, in nats."""
+    """Mean of |policy − recorded| over the tokens, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Freshness:
 
     label: str
     policy_version: int
-    """That collected it."""
+    """Version that collected the data."""
     age: int | None
-    """Policy versions since; None where lineage does not connect the two."""
+    """Number of later policy versions; None if lineage does not connect the two."""
     days: float
     importance: Importance | None
-    """None where no sample was taken."""
+    """None without a sample."""
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,9 +101,9 @@ def kish(log_weights: np.ndarray) -> float:
 
 
 def judge(config: RunConfig, found: Freshness) -> list[str]:
-    """What of a dataset version is beyond a bound, one line each; empty if it is fresh enough.
+    """Return one line per exceeded bound of a dataset version; empty if it is fresh enough.
 
-    Cross-entropy weighs no token, so for it only the ages count.
+    Cross-entropy does not weight tokens, so only the ages count for it.
     """
     bounds = _bounds(config)
     lines = []
@@ -144,10 +144,10 @@ def judge_importance(config: RunConfig, found: Importance) -> list[str]:
 
 
 def settle(config: RunConfig, what: str, lines: list[str], remedy: str = REMEDY) -> None:
-    """Warn about stale data, or refuse it, as `offline.on_stale` says.
+    """Warn about stale data or refuse it, as set by `offline.on_stale`.
 
     Raises:
-        StaleData: there are lines, and it says refuse.
+        StaleData: there are lines, and the setting is refuse.
     """
     if not lines:
         return
@@ -158,7 +158,7 @@ def settle(config: RunConfig, what: str, lines: list[str], remedy: str = REMEDY)
 
 
 def drift(config: RunConfig, sequences: pa.Table, columns: pa.Table) -> Importance | None:
-    """The importance weights of an iteration's trained tokens, under the weights that it began from; None where there are none.
+    """Return the importance weights of an iteration's trained tokens under its initial weights; None without tokens.
 
     Args:
         sequences: of the validate stage.
@@ -180,7 +180,7 @@ def drift(config: RunConfig, sequences: pa.Table, columns: pa.Table) -> Importan
 
 
 def bounds_of(config: RunConfig) -> tuple[float, float]:
-    """Of the correction; where the algorithm has none, those that a correction would have."""
+    """Return the correction's bounds; without a correction, the default ones."""
     algorithm = config.train.algorithm
     return algorithm.bounds if isinstance(algorithm, PolicyGradient) else (0.5, 5.0)
 

@@ -1,21 +1,20 @@
-"""Offline data: what a run trains from instead of fresh rollouts, fixed once and judged before the first step.
+"""Offline data: datasets that a run trains on instead of fresh rollouts, fixed and checked before the first step.
 
-Invariant: the `offline` stage of a run names its dataset versions with their digests, and every iteration reads those; a name
-such as `nightly@all` is resolved once, by that stage. It is committed only when the data is fresh enough, or on_stale is warn.
+Invariant: a run's `offline` stage names its dataset versions with their digests, and every iteration reads these. It
+resolves names such as `nightly@all` once. It is committed only if the data is fresh enough or on_stale is warn.
 
-    iterations/000012/offline      the datasets, their groups, how fresh they are       the run starts from version 12
+    iterations/000012/offline      the datasets, their groups, their freshness          the run starts from version 12
     iterations/000013/validate     a batch of them, as sequences                        instead of refit, collect, validate
 
-Which groups of which dataset iteration k trains on (`batch_at`) depends on the datasets' groups, the batch size, the seed and k
-alone, so a run that was killed resumes with exactly the batch that it was at. An epoch has every group once; a batch has groups
-of one dataset version, so that all of it was sampled by one policy; batches of a version differ in size by at most one group.
+`batch_at` selects iteration k's groups from the datasets' groups, the batch size, the seed and k alone, so a killed run
+resumes with the same batch. An epoch has every group once. A batch has groups of one dataset version, sampled by one
+policy; batch sizes of a version differ by at most one group.
 
     versions a (5 groups), b (2), size 2      epoch 1:  a[3 0] b[1 0] a[2] a[4 1]      epoch 2: another order
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -34,6 +33,7 @@ from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
 from roundhouse.stages.validate import rows_of_groups, validate_groups, vocabulary_size
+from roundhouse.store.lineage import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
 from roundhouse.store.stage import (
@@ -62,16 +62,16 @@ _RUN = re.compile(r"(?P<run>.+/runs/[^/]+)/.+")
 
 
 def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference:
-    """Fix what the run trains from, and judge how fresh it is.
+    """Fix the run's datasets and judge their freshness.
 
     Raises:
-        StoreError: there is no such dataset.
+        StoreError: a dataset does not exist.
         ConfigError: it cannot fit the run.
         StaleData: it is too old, and `offline.on_stale` is refuse.
     """
     stage = run.stage(run.first_version, StageKind.OFFLINE)
-    if (done := stage.reference()) is not None:
-        return done
+    if (earlier := stage.reference()) is not None:
+        return earlier
     offline = _section(run.config)
     attempt = run.begin(stage, policy_version=base.policy_version)
     datasets = find_datasets(run.config.store, offline.datasets, run)
@@ -131,14 +131,14 @@ def batch_of(run: Run, iteration: int) -> tuple[list[Reference], OfflineBatch]:
 
 
 def with_iterations(run: Run) -> Run:
-    """The run with its number of iterations: as many as its epochs have batches, counted from where it starts."""
+    """Return the run with its number of iterations: the batches of its epochs, counted from its start."""
     offline = _section(run.config)
-    done = run.stage(run.first_version, StageKind.OFFLINE).reference()
-    if done is not None:
-        batches = done.counts["batches"]
+    earlier = run.stage(run.first_version, StageKind.OFFLINE).reference()
+    if earlier is not None:
+        batches = earlier.counts["batches"]
     else:
-        found = find_datasets(run.config.store, offline.datasets, run)
-        sizes = [len(groups_of(reference)) for reference in found]
+        datasets = find_datasets(run.config.store, offline.datasets, run)
+        sizes = [len(groups_of(reference)) for reference in datasets]
         batches = batches_of_an_epoch(sizes, _batch_size(run.config))
     return replace(
         run, config=run.config.model_copy(update={"iterations": run.first_version + offline.epochs * batches})
@@ -146,20 +146,21 @@ def with_iterations(run: Run) -> Run:
 
 
 def find_datasets(store: str, names: Sequence[str], run: Run | None = None) -> list[Reference]:
-    """The complete versions that these names mean, each once, in the order of the names and then of their completion.
+    """Return the complete versions that these names mean, each once, in the order of the names and then of their
+    completion.
 
     Args:
-        run: whose policy files of chat rows are imported for; without it they are read and left out.
+        run: run for whose policy chat-row files are imported; without it they are read and omitted.
 
     Raises:
-        StoreError: a name means none; what there is gets listed.
+        StoreError: a name matches nothing; the existing names are listed.
         DataError: a chat row cannot be learnt from.
     """
-    found: dict[str, Reference] = {}
+    by_uri: dict[str, Reference] = {}
     for name in names:
         for reference in _versions_of(store, name, run):
-            found.setdefault(reference.uri, reference)
-    return list(found.values())
+            by_uri.setdefault(reference.uri, reference)
+    return list(by_uri.values())
 
 
 def groups_of(reference: Reference) -> list[str]:
@@ -174,7 +175,7 @@ def label_of(reference: Reference) -> str:
 
 
 def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshness:
-    """How old a dataset version is for the run, with the importance weights of a sample of it."""
+    """Return the age of a dataset version for the run, with the importance weights of a sample."""
     manifest, offline = read_manifest(reference), _section(run.config)
     days = (time.time() - manifest.finished_at) / DAY
     importance = None
@@ -188,10 +189,11 @@ def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshne
 
 
 def age_of(run: Run, weights: Reference | None) -> int | None:
-    """Policy versions from the one that collected to the one that the run starts from; None when it is not on the run's line.
+    """Return the number of policy versions from the collecting one to the run's first; None if it is not in the run's
+    lineage.
 
-    base    1 2 3 4 5 6         a run that starts from base 4 is on the line 1 2 3 4: of data collected with
-                  └── run       version 2 the age is 2, of version 5 (another line) and of other runs it is unknown
+    base    1 2 3 4 5 6         a run that starts from base 4 has the lineage 1 2 3 4: data collected with
+                  └── run       version 2 has age 2; for version 5 and other runs the age is unknown
     """
     place = None if weights is None else _RUN.fullmatch(weights.uri)
     if place is None or weights is None:
@@ -205,7 +207,7 @@ def age_of(run: Run, weights: Reference | None) -> int | None:
             break
         line.append((origin["run"], latest))
         try:
-            parent = json.loads(Location(origin["run"]).read("run.json")).get("parent")
+            parent = read_identity(Location(origin["run"])).get("parent")
         except NotFound:
             break  # the lineage continues, but is no longer on record
     for uri, newest in line:
@@ -235,16 +237,16 @@ def _versions_of(store: str, name: str, run: Run | None) -> list[Reference]:
     if match["version"] is None:
         chosen = versions[-1:]
     else:
-        chosen = [found for found in versions if match["version"] in ("all", found.uri.rsplit("/", 1)[-1])]
+        chosen = [version for version in versions if match["version"] in ("all", version.uri.rsplit("/", 1)[-1])]
     if not chosen:
-        labels = [found.uri.rsplit("/", 1)[-1] for found in versions]
+        labels = [version.uri.rsplit("/", 1)[-1] for version in versions]
         if labels:
-            there = f"complete versions of it: {', '.join(labels)}"
+            existing = f"complete versions of it: {', '.join(labels)}"
         elif names := dataset_names(store):
-            there = f"datasets there: {', '.join(names)}"
+            existing = f"datasets there: {', '.join(names)}"
         else:
-            there = "no dataset is there: collect one (roundhouse collect)"
-        raise StoreError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {there}.")
+            existing = "no dataset is there: collect one (roundhouse collect)"
+        raise StoreError(f"offline.datasets: {name!r} is not in {Location(store).uri}; {existing}.")
     return chosen
 
 
@@ -255,11 +257,11 @@ def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
         tables = read_table(reference, "rollouts"), read_table(reference, "turns")
         prove_counted(reference.counts, rollouts_from_tables(*tables))
         sampled = manifest.details.get("sampling", {}).get("temperature")
-        wanted = run.config.generation.sampling.temperature
-        if sampled is not None and sampled != wanted:
+        temperature = run.config.generation.sampling.temperature
+        if sampled is not None and sampled != temperature:
             raise ConfigError(
                 f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
-                f"{wanted:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
+                f"{temperature:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
             )
         if manifest.details.get("written"):
             _refuse_weights_of_tokens(run.config, label_of(reference))
@@ -267,7 +269,7 @@ def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
 
 
 def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
-    """What was written was sampled from no policy: nothing can be weighed by, or expected over, how likely its tokens were."""
+    """Refuse token weights: written rows were not sampled from a policy, so their tokens have no probabilities."""
     algorithm = config.train.algorithm
     written = f"dataset {label} was written and not sampled: it has no log-probabilities to weigh its tokens by"
     if not isinstance(algorithm, CrossEntropyConfig):
@@ -282,7 +284,7 @@ def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
 
 
 def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> None:
-    """Where the collecting run's tokenizer is still there, it is the policy's."""
+    """Refuse data of another tokenizer, if the collecting run's tokenizer still exists."""
     weights, tokenizer = manifest.inputs.get("weights"), manifest.details.get("tokenizer")
     place = None if weights is None else _RUN.fullmatch(weights.uri)
     if tokenizer is not None and tokenizer != sha256(model_location(run.checkpoint(0).location).read("tokenizer.json")):
@@ -320,7 +322,7 @@ def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> T
         run.config.validation,
         vocabulary_size=size,
         policy_version=reference.policy_version,
-        terms=CollectionLimits(size, reference.policy_version),
+        terms=CollectionLimits(size, reference.policy_version, reward_limit=run.config.rollout.reward_limit),
     )
     if result.sequences.num_rows == 0:
         raise DataError(
@@ -356,7 +358,7 @@ def _section(config: RunConfig) -> OfflineConfig:
 
 @dataclass(frozen=True, slots=True)
 class OfflineBatch:
-    """What one iteration trains on."""
+    """The groups of one iteration."""
 
     epoch: int
     """From 1."""
@@ -368,7 +370,7 @@ class OfflineBatch:
 
 
 def batches_of_an_epoch(sizes: Sequence[int], size: int) -> int:
-    """How many batches an epoch has.
+    """Return the number of batches of an epoch.
 
     Args:
         sizes: groups of each dataset version.

@@ -17,7 +17,7 @@ from roundhouse.policy.gguf import gguf_file
 from roundhouse.policy.model_directory import TEMPLATE, bundled_file, template_text
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store import lease
-from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over
+from roundhouse.store.directories import checkpoint_cache, policy_cache, scratch_beside, take_over
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run, state_of, trained_since_state
@@ -32,43 +32,43 @@ def starting_policy(run: Run) -> Reference:
     """
     if run.parent is not None:
         return adopt_checkpoints(run, partial(_with_optimizer, run))
-    if (done := run.checkpoint(0).reference()) is not None:
-        return done
+    if (reference := run.checkpoint(0).reference()) is not None:
+        return reference
     policy = run.config.policy
     with scratch_beside(run.checkpoint(0).location) as scratch:
-        made = scratch
+        directory = scratch
         if isinstance(policy, WarmStartPolicy):
-            details = _warm_start(run, policy, made)
+            details = _warm_start(run, policy, directory)
         elif isinstance(policy, BundledPolicy):
-            made, details = _converted(run, bundled_file(policy.name))
+            directory, details = _converted(run, bundled_file(policy.name))
         else:
             original = model_location(Location(policy.path))
             names = original.tree()
             if not names:
                 raise ConfigError(f"policy.path: {original.uri} holds no files. Give a Hugging Face model directory.")
-            original.download([name for name in names if "/" not in name], made)
+            original.download([name for name in names if "/" not in name], directory)
             details = {"source": original.uri}
-            if (file := gguf_file(made)) is not None:
-                made, converted = _converted(run, file)
+            if (file := gguf_file(directory)) is not None:
+                directory, converted = _converted(run, file)
                 details |= converted
             else:
                 from roundhouse.policy.model_directory import check_model_directory
 
                 try:
-                    check_model_directory(made)
+                    check_model_directory(directory, run.config.generation.max_model_len)
                 except ConfigError as error:  # names the copy
                     place = original.uri.removeprefix("file://")
-                    raise ConfigError(str(error).replace(str(made), place)) from None
+                    raise ConfigError(str(error).replace(str(directory), place)) from None
         if not isinstance(policy, WarmStartPolicy) and policy.chat_template is not None:
-            if made != scratch:  # of the cache, where it stays as it is
-                made = Path(shutil.copytree(made, scratch, dirs_exist_ok=True))
-            (made / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
-        return publish_starting_policy(run, made, details, move=made == scratch)
+            if directory != scratch:  # in the cache, if it does not change
+                directory = Path(shutil.copytree(directory, scratch, dirs_exist_ok=True))
+            (directory / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
+        return publish_starting_policy(run, directory, details, move=directory == scratch)
 
 
 def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: str) -> ModelFiles:
-    """Take the parent's version over; the trainer's state of one that was published without it is made again, by the parent's
-    configuration from the parent's sequences (`checkpoint.optimizer_every`)."""
+    """Copy the parent's version. If it was published without the trainer's state, make the state again with the
+    parent's configuration and sequences (`checkpoint.optimizer_every`)."""
     holder, since = trained_since_state(origin)
     if not since:
         state = state_of(holder)
@@ -115,7 +115,7 @@ def _converted(run: Run, file: Path) -> tuple[Path, dict[str, object]]:
     def on_progress(text: str) -> None:
         announce("conversion", text=text)
 
-    directory, report = converted(file, checkpoint_cache(run.config) / "converted", on_progress)
+    directory, report = converted(file, policy_cache(run.config) / "converted", on_progress, run.created_at)
     return directory, {"converted": report}
 
 
@@ -136,7 +136,7 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
         seed,
         directory,
         on_progress=on_progress,
-        cache=checkpoint_cache(run.config) / "warm-starts",
+        cache=policy_cache(run.config) / "warm-starts",
     )
     return {"warm_start": asdict(report)}
 
@@ -144,10 +144,10 @@ def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str,
 def delete_run(run: Run) -> None:
     """Delete a run.
 
-    Invariant: nothing is deleted while another process drives the run. `run.json` goes when all but the lease is gone, so that
-    a deletion that was interrupted leaves a run that is listed, and can be deleted again. Nothing outside of the directory
-    needs it: a fork owns its checkpoints, a dataset its rows. What points to it is the engine's copy of its tokenizer on this
-    machine, which goes too.
+    Invariant: nothing is deleted while another process drives the run. `run.json` is deleted when only the lease is
+    left, so an interrupted deletion leaves a run that is listed and can be deleted again. Nothing outside the directory
+    needs it: a fork owns its checkpoints, a dataset its rows. The engine's copy of its tokenizer on this machine is
+    deleted, too.
 
     Raises:
         RunDriven: a process drives it.

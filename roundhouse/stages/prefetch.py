@@ -1,13 +1,12 @@
-"""Collect and refit of an overlapped run: an iteration's rollouts, made by the generation loop concurrently with training.
+"""Collect and refit of an overlapped run: the generation loop makes an iteration's rollouts concurrently with training.
 
-Invariants: an iteration's rollouts are those that the synchronous stage would make, once each, under the same seeds; none that
-step k trains on has a token older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's
-journal has what became of each rollout. `inputs` names the checkpoint of every version that generated, and what the tasks were
-drawn by. CPU seconds of the generation loop are those of the collect stage that is committed next, and no other's
-(`roundhouse.cpu`).
+Invariants: an iteration's rollouts equal those of the synchronous stage, once each, with the same seeds. No token that
+step k trains on is older than version k-1 - `asynchrony.staleness`. A stage is committed after the controller's journal
+has each rollout's outcome. `inputs` names the checkpoint of every generating version and the records of the task draw.
+CPU seconds of the generation loop are charged to the next committed collect stage only (`roundhouse.cpu`).
 
     own groups:     collect 3                        the rollouts of iteration 3
-    with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were decided on for all of them
+    with a window:  generate 3, generate 4, …        the rollouts of each, committed when steps were chosen for all of them
                     collect 3                        of these, the groups that step 3 trains on
 """
 
@@ -39,13 +38,13 @@ def prefetch_rollouts(
     """The stage of an iteration's own rollouts; None when the runner was ended before, which loses nothing that is on disk.
 
     Raises:
-        TooFewRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
+        TooFewRollouts, FailingRollouts: more failed than `rollout.max_failed_fraction`; the next attempt rolls these out again.
         TooFewSequences: too few groups have spread after the last round (`rollout.dynamic_sampling`).
         InfraError: a shard lost more workers than `rollout.distribution.restarts`.
     """
     config, stage = run.config, generated_in(run, iteration)
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
     chooses = config.asynchrony.window > 1
     oldest = max(run.first_version, iteration - 1 - config.asynchrony.start_lag(config.rollout.prompts_per_iteration))
     with attribute_to_this_stage():
@@ -76,7 +75,7 @@ def _in_rounds(run: Run, runner: RolloutRunner[Any, Any], opened: OpenIteration)
     """One round of an open iteration, or under dynamic sampling as many as it takes; None when the runner was ended before.
 
     Raises:
-        TooFewRollouts: more rollouts of a round failed than `rollout.max_failed_fraction`.
+        TooFewRollouts, FailingRollouts: more rollouts of a round failed than `rollout.max_failed_fraction`.
         TooFewSequences: as of `roundhouse.rollout.plan.sample_rounds`.
     """
     numbers, chooses = count(1), run.config.asynchrony.window > 1
@@ -85,9 +84,9 @@ def _in_rounds(run: Run, runner: RolloutRunner[Any, Any], opened: OpenIteration)
         runner.begin_round(opened, next(numbers))
         if not runner.wait(opened):
             raise Stopped
-        runner.flush()  # an attempt that gives up keeps what finished
-        asked = {spec.rollout_id for spec in specs}
-        rollouts = [rollout for rollout in opened.made() if rollout.rollout_id in asked]
+        runner.flush()  # an abandoned attempt keeps finished rollouts
+        ids = {spec.rollout_id for spec in specs}
+        rollouts = [rollout for rollout in opened.made() if rollout.rollout_id in ids]
         if not chooses:  # else when a step is decided on
             refuse_many_failures(rollouts, run.config.rollout, runner.url)
         return rollouts
@@ -101,18 +100,18 @@ def _in_rounds(run: Run, runner: RolloutRunner[Any, Any], opened: OpenIteration)
 
 
 def collect_chosen(run: Run, iteration: int, runner: RolloutRunner[Any, Any], batch: StepBatch) -> Reference:
-    """The collect stage of a step whose groups were chosen: a copy of their rollouts.
+    """Make the collect stage of a step with chosen groups: a copy of their rollouts.
 
     Raises:
-        StoreError: it is there and holds other groups, or rollouts of these are gone.
+        StoreError: the stage exists with other groups, or rollouts of these are missing.
     """
     stage = run.stage(iteration, StageKind.COLLECT)
-    if (done := stage.reference()) is not None:
-        if batch.groups and (held := read_manifest(done).details["groups"]) != list(batch.groups):
+    if (reference := stage.reference()) is not None:
+        if batch.groups and (stored_groups := read_manifest(reference).details["groups"]) != list(batch.groups):
             raise StoreError(
-                f"{done.uri} holds the groups {held}, and step {iteration} is of {batch.groups}. Fork the run."
+                f"{reference.uri} holds the groups {stored_groups}, and step {iteration} is of {batch.groups}. Fork the run."
             )
-        return done
+        return reference
     attempt = run.begin(stage, policy_version=iteration - 1)
     groups, plan = dict(batch.at_hand), _plan_of(runner)
     missing = {position for position in batch.groups if position not in groups}
@@ -164,8 +163,8 @@ def _plan_of(runner: RolloutRunner[Any, Any]) -> Plan:
 def _weights_of(run: Run, rollouts: list[Rollout]) -> dict[str, Reference]:
     """The checkpoint of every version that generated, unless it was deleted."""
     versions = {turn.policy_version for rollout in rollouts for turn in rollout.turns}
-    found = {version: run.checkpoint(version).reference() for version in sorted(versions)}
-    return {f"weights_{version}": reference for version, reference in found.items() if reference is not None}
+    references = {version: run.checkpoint(version).reference() for version in sorted(versions)}
+    return {f"weights_{version}": reference for version, reference in references.items() if reference is not None}
 
 
 def _generated_by(run: Run, iteration: int, rollouts: list[Rollout], ledger: Ledger) -> dict[str, Any]:

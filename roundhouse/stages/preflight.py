@@ -1,36 +1,50 @@
-"""What can be known of a run before anything is started: before its first record is in the store, before services and engine.
+"""Checks of a run before anything starts: before its first record in the store, before services and engine.
 
-Invariant: these checks only read, and refuse nothing that a later stage would take. They raise what that stage would raise,
-with the key or option at fault; what only a service can know is left to it.
+Invariant: these checks only read, and refuse only what a later stage would refuse, with its error, the key or option,
+and the remedy. Facts that only a service knows are left to the service.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import queue
+import re
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from roundhouse import plugins
 from roundhouse.config.environments import (
     AgentEnvironment,
     CommandEnvironment,
-    CustomEnvironment,
+    DatasetEnvironment,
     MixtureEnvironment,
     NemoGymEnvironment,
     RemoteEnvironment,
     WorkerEnvironment,
     environments_in,
 )
-from roundhouse.config.generation import Endpoint
+from roundhouse.config.generation import Endpoint, training_endpoints, weight_updates
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
-from roundhouse.environments import check_sandboxes, first_task, load_any, refuse_without_demonstrations
-from roundhouse.environments.base import GymnasiumEnvironment, TaskRow
+from roundhouse.environments import (
+    check_sandboxes,
+    demonstrating,
+    first_task,
+    has_own_splits,
+    load_any,
+    refuse_without_demonstrations,
+)
+from roundhouse.environments.base import BadReward, GymnasiumEnvironment, TaskRow
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.health.policy import code_of, code_of_type
+from roundhouse.http.clients import http_client, proxy_note
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
 from roundhouse.policy.model_directory import (
@@ -42,36 +56,130 @@ from roundhouse.policy.model_directory import (
     template_in,
     template_text,
 )
-from roundhouse.rollout.clients import open_environment, tools_of
+from roundhouse.policy.tokenizer import CHAT_TEMPLATE, PAD, TURN_END
+from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
+from roundhouse.rollout.clients import LocalEnvironmentClient, first_messages, open_environment, tools_of, verdict_on
+from roundhouse.rollout.hosted import HostedEnvironmentClient
 from roundhouse.rollout.plan import build_curriculum
+from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.evaluate import no_heldout_task
+from roundhouse.stages.hooks import refuse_unfit_hooks
+from roundhouse.stages.report import sink_class
+from roundhouse.stages.task_survey import has_local_rows
 from roundhouse.store.location import Location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 from roundhouse.store.stage import MANIFEST, model_location
 
 logger = logging.getLogger(__name__)
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""Looks like a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."""
 ANSWER_SECONDS = 10.0
+TRIAL_SECONDS = 10.0
+Tokens = Callable[[str], int]
+"""Counts the tokens of a text."""
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True) -> None:
-    """Refuse a run whose store, algorithm, curriculum, environment, held-out tasks, starting policy or datasets cannot be had.
+    """Refuse a run whose store, algorithm, curriculum, environment, held-out tasks, starting policy or datasets are
+    unusable.
 
     Args:
-        remote: look into buckets, too. A dry run asks nothing outside this machine.
+        remote: check buckets, too. A dry run makes no remote requests.
         trains: the engine has to take new weights.
 
     Raises:
         ConfigError: names the key and the remedy.
     """
+    _refuse_unwritable_store(config)
+    _refuse_slow_bfloat16(config)
+    _refuse_unfit_endpoint(config, remote, trains)
+    algorithm = config.train.algorithm
+    if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
+        from roundhouse.training.algorithms import build_algorithm  # imports torch
+
+        build_algorithm(algorithm)
+    build_curriculum(config.rollout.curriculum)
+    for key, each in environments_in(config.environment).items():
+        plugins.check("environment", each.kind, each)
+        for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
+            if criteria is not None:
+                refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
+    _refuse_unbranchable(config)
+    _refuse_unfit_pods(config)
+    refuse_unfit_hooks(config)
+    for sink in config.tracking.sinks if config.tracking.enabled else ():
+        if sink != "mlflow":
+            sink_class(sink)
+    reads_rows = remote or has_local_rows(config.environment)
+    task = first_task(config.environment) if reads_rows else None
+    first = _first_prompt(config) if trains and reads_rows else None
+    if remote and isinstance(config.infra, LocalInfra):  # else sandboxes start elsewhere
+        check_sandboxes(config.environment)
+    evaluation, offline = config.evaluation, config.offline
+    evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
+    if not _has_tasks(config, remote) and evaluates:
+        raise no_heldout_task(config)
+    _refuse_unfit_layout(config, remote)
+    refuse_unfit_memory(config)
+    reachable = remote or Location(config.store).is_local
+    if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
+        return  # it has its initial state
+    if config.resume.path is None:
+        _starting_policy(config, remote, task, first)
+    if config.offline is not None and reachable:
+        from roundhouse.stages.offline import find_datasets
+
+        find_datasets(config.store, config.offline.datasets)
+
+
+def _first_prompt(config: RunConfig) -> TaskRow | None:
+    """Return the first training task if its rollouts begin with its prompt; None if the agent makes the prompt.
+
+    Raises:
+        ConfigError: as `_first_training_task`.
+    """
+    if config.offline is not None:
+        return None
+    client = open_environment(config.environment)
+    task = _first_training_task(config, client)
+    return task if isinstance(client.agent, ToolLoop | GymnasiumLoop) else None
+
+
+def _first_training_task(config: RunConfig, client: EnvironmentClient) -> TaskRow:
+    """Return the first training task.
+
+    Raises:
+        ConfigError: the environment has no task, or the first is not a task row.
+    """
+    task = next(iter(client.tasks("train")), None)
+    if task is None:
+        raise ConfigError(
+            f"environment.kind is {config.environment.kind} and has no training task to sample. Name a file with some, or "
+            "return some from tasks('train')."
+        )
+    if not isinstance(task, dict):
+        raise ConfigError(
+            f"environment.kind is {config.environment.kind}: its first training task is {task!r:.80}, a {type(task).__name__}. "
+            "Give task rows, as roundhouse.environments.base.task_row makes them."
+        )
+    return task
+
+
+def _refuse_unwritable_store(config: RunConfig) -> None:
     if Location(config.store).is_local:
         directory = Location(config.store).local_path
-        there = next(place for place in (directory, *directory.parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written to" if there.is_dir() else "is no directory"
-            raise ConfigError(f"store is {directory}, but {there} {why}. Set store to a place that can be written to.")
-    # A processor without instructions for bfloat16 converts every number: about three times slower than float32.
+        existing = next(place for place in (directory, *directory.parents) if place.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            why = "cannot be written to" if existing.is_dir() else "is no directory"
+            raise ConfigError(
+                f"store is {directory}, but {existing} {why}. Set store to a place that can be written to."
+            )
+
+
+def _refuse_slow_bfloat16(config: RunConfig) -> None:
+    """Refuse bfloat16 on a processor without instructions for it, which is about three times slower than float32."""
     if isinstance(config.infra, LocalInfra) and not computes_bfloat16():
         generation, train = config.generation, config.train
         on_cpu = {
@@ -84,47 +192,69 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
                     f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
                     f"than float32. Set {key} to float32."
                 )
-    _refuse_unfit_endpoint(config, remote, trains)
-    algorithm = config.train.algorithm
-    if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
-        from roundhouse.training.algorithms import build_algorithm  # imports torch
 
-        build_algorithm(algorithm)
-    build_curriculum(config.rollout.curriculum)
-    for key, each in environments_in(config.environment).items():
-        for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
-            if criteria is not None:
-                refuse_unfit_criteria(criteria, f"{key}.{name}", ask=remote)
-    _refuse_unbranchable(config)
-    _refuse_unfit_pods(config)
-    task = first_task(config.environment)
-    if remote and isinstance(config.infra, LocalInfra):  # elsewhere, sandboxes start where the collectors are
-        check_sandboxes(config.environment)
-    evaluation, offline = config.evaluation, config.offline
-    evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
-    if not _has_tasks(config, remote) and evaluates:
-        raise no_heldout_task(config)
-    _refuse_unfit_layout(config, remote)
-    refuse_unfit_memory(config)
-    reachable = remote or Location(config.store).is_local
-    if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
-        return  # it has what it begins with
-    if config.resume.path is None:
-        _starting_policy(config, remote, task)
-    if config.offline is not None and reachable:
-        from roundhouse.stages.offline import find_datasets
 
-        find_datasets(config.store, config.offline.datasets)
+def verifier_warnings(config: RunConfig) -> list[str]:
+    """Let the verifier of an environment in this process judge an answer to the first task; return its error.
+
+    The verifiers that come with Roundhouse are not tried.
+
+    Raises:
+        ConfigError: its reward is not a finite number.
+    """
+    if not has_local_rows(config.environment):
+        return []
+    client = open_environment(config.environment)
+    if has_own_splits(config.environment) or not isinstance(client, LocalEnvironmentClient | HostedEnvironmentClient):
+        return []
+    task, outcome = _first_training_task(config, client), queue.SimpleQueue[Exception | None]()
+
+    async def verdict() -> None:
+        async with client:
+            await verdict_on(client, task, "0")
+
+    def judge() -> None:
+        try:
+            asyncio.run(verdict())
+            outcome.put(None)
+        except Exception as error:  # noqa: BLE001 - the environment's code ends here
+            outcome.put(error)
+
+    threading.Thread(target=judge, name="roundhouse-trial", daemon=True).start()  # ends with the process
+    try:
+        error = outcome.get(timeout=TRIAL_SECONDS)
+    except queue.Empty:
+        return [f"{client.name}: verify has not judged the answer '0' to the first task within {TRIAL_SECONDS:g} s."]
+    if error is None:
+        return []
+    text = f"The answer '0' to the first task cannot be judged: {error}"
+    if code_of(error) == code_of_type(BadReward.__name__):  # the hosted process names the type alone
+        raise ConfigError(text)
+    return [text]
+
+
+def _refuse_long_prompt(config: RunConfig, task: TaskRow | None, template: ChatTemplate, tokenizer: Tokens) -> None:
+    """Refuse a first training task whose prompt fills the context."""
+    if task is None or config.rollout.max_prompt_tokens is not None:
+        return
+    rollout = config.rollout.of_environment(str(task.get("task_id", "")).partition("/")[0])
+    text = template.render(first_messages(task, rollout.system_prompt), tools_of(task))
+    limit = config.generation.max_model_len
+    if len(text.encode()) >= limit and (count := tokenizer(text)) >= limit:  # a token has one byte or more
+        raise ConfigError(
+            f"generation.max_model_len is {limit}, and the prompt of the first training task ({task.get('task_id')}) has "
+            f"{count} tokens, which leaves none for a reply. Raise it, or shorten the row, its tools or rollout.system_prompt."
+        )
 
 
 def _refuse_unbranchable(config: RunConfig) -> None:
     """Refuse `rollout.branching` with an environment that cannot be rebuilt at a turn, or that has one turn alone."""
     if config.rollout.branching is None:
         return
-    found: dict[str, str] = {}
+    restorations: dict[str, str] = {}
     for key, each in environments_in(config.environment).items():
-        found[key] = open_environment(each).restoration
-        if found[key] == "none":
+        restorations[key] = open_environment(each).restoration
+        if restorations[key] == "none":
             remedy = (
                 f"set {key}.restore to replay" if isinstance(each, RemoteEnvironment) else "declare it in its class"
             )
@@ -140,10 +270,10 @@ def _refuse_unbranchable(config: RunConfig) -> None:
                 f"rollout.branching is set, but {key} ({each.kind}) offers no tool: a rollout is one turn, and a branch begins "
                 "at a later one. Leave branching out, or raise rollout.group_size."
             )
-    if len(set(found.values())) > 1:
+    if len(set(restorations.values())) > 1:
         raise ConfigError(
-            f"rollout.branching is set, but the environments of the mixture differ in restoration ({found}), so that none of "
-            "them is restored. Leave branching out, or mix environments of one restoration."
+            f"rollout.branching is set, but the environments of the mixture differ in restoration ({restorations}), so none "
+            "of them is restored. Leave branching out, or mix environments of one restoration."
         )
 
 
@@ -168,10 +298,10 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
     """
     if not run_exists(config.store, config.run_id):
         if version != 0:
-            there = ", ".join(run_ids(config.store)) or "none"
+            existing = ", ".join(run_ids(config.store)) or "none"
             raise StoreError(
-                f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {there}. Train it first, or name its "
-                "starting policy, which is made then: --version 0."
+                f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {existing}. Train it first, or name "
+                "its starting policy, which is made then: --version 0."
             )
         refuse_unready(config, trains=False)
         return
@@ -184,8 +314,8 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
 
 
 def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> None:
-    """A server that runs already takes weights where they change, and lists its models; what it answers to tokens is looked at
-    when the engine starts."""
+    """Refuse a running server that does not take weights that change, or does not list its models. Its token replies
+    are checked when the engine starts."""
     endpoint = config.generation.endpoint
     if endpoint is None:
         return
@@ -193,13 +323,13 @@ def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> Non
         raise ConfigError(
             f"generation.endpoint.kind is text, so {endpoint.url} returns neither token IDs nor log-probabilities: evaluations "
             "and collections work with --version 0, training does not. Name a server that returns them, and set kind "
-            "to tokens or sglang."
+            f"to {' or '.join(training_endpoints())}."
         )
     if trains and endpoint.weight_update is None and config.offline is None:
         raise ConfigError(
             f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
-            "collections work with --version 0, training does not. Set it to vllm or sglang, if the server can read a "
-            "checkpoint's directory."
+            f"collections work with --version 0, training does not. Set it to {' or '.join(weight_updates())}, if the server "
+            "can read a checkpoint's directory."
         )
     if not remote:
         return
@@ -208,14 +338,15 @@ def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> Non
     secret = None if endpoint.api_key_variable is None else read_secret(endpoint.api_key_variable)
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
     try:
-        status = httpx.get(f"{endpoint.url}/v1/models", headers=headers, timeout=ANSWER_SECONDS).status_code
+        with http_client(endpoint.url, foreign=True, headers=headers, timeout=ANSWER_SECONDS) as http:
+            status = http.get(f"{endpoint.url}/v1/models").status_code
         problem = None if status == 200 else f"answered {status}"
     except httpx.HTTPError as error:
         problem = f"does not answer ({type(error).__name__}: {error})"
     if problem is not None:
         raise ConfigError(
             f"generation.endpoint.url is {endpoint.url}, whose /v1/models {problem}. Start the server, or correct the section "
-            "generation.endpoint."
+            f"generation.endpoint.{proxy_note(endpoint.url)}"
         )
     if endpoint.kind != "text":
         try:
@@ -234,23 +365,16 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
         ConfigError: it does not.
         httpx.HTTPError: the server does not answer within `seconds`.
     """
-    import httpx
 
-    from roundhouse.generation import openai_engine, sglang_engine
+    from roundhouse.generation import openai_engine
     from roundhouse.generation.protocol import BadReply, EngineUnreachable
 
-    path = "/v1/completions"
-    body: dict[str, Any] = {"model": endpoint.model, "prompt": [0, 1], "max_tokens": 1, "logprobs": 0}
-    body[openai_engine.TOKENS] = True
-    if endpoint.kind == "sglang":
-        path = "/generate"
-        body = {"input_ids": [0, 1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-    reply = httpx.post(endpoint.url + path, json=body, headers=headers, timeout=seconds)
+    engine: type[openai_engine.OpenAIEngine] = plugins.factory("endpoint", endpoint.kind)
+    path, body = engine.trial(endpoint.model)
+    with http_client(endpoint.url, foreign=True, headers=headers, timeout=seconds) as http:
+        reply = http.post(endpoint.url + path, json=body)
     try:
-        if endpoint.kind == "sglang":
-            sglang_engine.read_tokens(reply.json()["meta_info"])
-        else:
-            openai_engine.read_tokens(reply.json()["choices"][0])
+        engine.read_trial(reply.json())
     except (BadReply, EngineUnreachable, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"generation.endpoint.url is {endpoint.url}, whose {path} answers {reply.status_code} with no token IDs with "
@@ -260,9 +384,13 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
 
 
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
-    """Whether there are held-out tasks. Reads the files of rows and makes the class of a custom environment."""
+    """Return whether held-out tasks exist. Read the files of rows and create the class of a custom environment."""
     environment = config.environment
-    if isinstance(environment, CustomEnvironment | CommandEnvironment | MixtureEnvironment | NemoGymEnvironment):
+    if isinstance(environment, DatasetEnvironment) and not (remote or has_local_rows(environment)):
+        return environment.heldout > 0
+    if isinstance(environment, CommandEnvironment | MixtureEnvironment | NemoGymEnvironment) or not (
+        environment.is_included or environment.elsewhere()
+    ):
         return any(True for _ in open_environment(environment).tasks("heldout"))
     if isinstance(environment, AgentEnvironment | RemoteEnvironment):
         rows = (environment.train_tasks, environment.heldout_tasks)
@@ -275,10 +403,14 @@ def _has_tasks(config: RunConfig, remote: bool) -> bool:
     return rows[1] is not None
 
 
-def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> None:
+def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, first: TaskRow | None) -> None:
+    """Refuse a starting policy that cannot be made, does not render the tools of `task`, or lacks room for the prompt
+    of `first`."""
     policy = config.policy
     if isinstance(policy, WarmStartPolicy):
         refuse_without_demonstrations(config.environment)
+        template = ChatTemplate("the warm start", CHAT_TEMPLATE, {"eos_token": TURN_END, "pad_token": PAD})
+        _refuse_long_prompt(config, first, template, lambda text: _tokens_of_warm_start(config, policy, text))
         return
     prompts = [config.rollout.system_prompt, *(each.system_prompt for each in config.rollout.environments.values())]
     tools, system = tools_of(task), next((prompt for prompt in prompts if prompt is not None), None)
@@ -286,24 +418,57 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None) -> N
         file = bundled_file(policy.name)
         check_gguf(file)
         refuse_small_memory(config, BUNDLED[policy.name].memory_gib)
-        refuse_unfit_template(_chosen(policy, template_of(file)), tools, system)
+        refuse_unfit_template(_chosen(config, policy, template_of(file)), tools, system)
         return
     source = model_location(Location(policy.path))
     if source.is_local:
+        if HUB_ID.fullmatch(policy.path) and not source.local_path.exists():
+            raise ConfigError(
+                f"policy.path is {policy.path}, which is not a directory. No model is downloaded from the Hugging Face hub: "
+                f"`hf download {policy.path} --local-dir DIRECTORY` does it; then name the directory. Or set policy.kind to "
+                "bundled for the model that comes with Roundhouse."
+            )
         if (gguf := gguf_file(source.local_path)) is None:
-            check_model_directory(source.local_path)
-            refuse_unfit_template(_chosen(policy, template_in(source.local_path)), tools, system)
+            check_model_directory(source.local_path, config.generation.max_model_len)
+            template = _chosen(config, policy, template_in(source.local_path))
+            refuse_unfit_template(template, tools, system)
+            _refuse_long_prompt(config, first, template, _tokens_by(source.local_path / "tokenizer.json"))
         else:
             check_gguf(gguf)
-            refuse_unfit_template(_chosen(policy, template_of(gguf)), tools, system)
+            refuse_unfit_template(_chosen(config, policy, template_of(gguf)), tools, system)
     elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
 
 
-def _chosen(policy: TemplatedPolicy, own: ChatTemplate) -> ChatTemplate:
-    """The template that the run renders with."""
+def _tokens_of_warm_start(config: RunConfig, policy: WarmStartPolicy, text: str) -> int:
+    from roundhouse.policy.warm_start import starting_tokenizer  # imports torch
+
+    tokenizer = starting_tokenizer(policy, demonstrating(config.environment), config.seed)
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _tokens_by(file: Path) -> Tokens:
+    """Return a counter of a text's tokens; without such a file it counts 0, and the engine counts later."""
+
+    def count(text: str) -> int:
+        from tokenizers import Tokenizer
+
+        return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids) if file.is_file() else 0
+
+    return count
+
+
+def _chosen(config: RunConfig, policy: TemplatedPolicy, own: ChatTemplate) -> ChatTemplate:
+    """Return the template that the run renders with. Report a template that writes today's date."""
     name = policy.chat_template
-    return own if name is None else replace(own, source=f"policy.chat_template ({name})", text=template_text(name))
+    template = own if name is None else replace(own, source=f"policy.chat_template ({name})", text=template_text(name))
+    if "strftime_now" in template.text and config.generation.template_date is None:
+        logger.warning(
+            "The chat template in %s writes today's date: the prompts of the run change at midnight. Set "
+            "generation.template_date to keep one day.",
+            template.source,
+        )
+    return template
 
 
 def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
@@ -319,9 +484,9 @@ def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
 
 
 def refuse_unfit_memory(config: RunConfig) -> None:
-    """Refuse a policy whose training step does not fit this machine: its first GPU, or of its memory what is free for a rank.
+    """Refuse a policy whose training step does not fit this machine: its first GPU, or a rank's share of free memory.
 
-    On CPUs a policy that is small beside the memory is not planned, which takes seconds.
+    On CPUs, skip the plan, which takes seconds, for a policy that is small relative to the memory.
 
     Raises:
         ConfigError: with the plan, and the settings that fit.
@@ -360,7 +525,7 @@ _BYTES_OF_A_STEP = 8
 
 
 def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:
-    """Refuse a model that this machine has no room for, where engine and trainer are on it.
+    """Refuse a model that does not fit this machine's memory, if engine and trainer run on it.
 
     Raises:
         ConfigError: less memory is free.

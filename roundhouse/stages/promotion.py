@@ -1,15 +1,15 @@
-"""Promotion: which version of a run is the one to use, and whether a person agrees.
+"""Promotion: which version of a run to use, and a person's approval.
 
     <store>/runs/<run>/questions/000010.json            open until it is answered
-    <store>/runs/<run>/iterations/000010/approval/      the answer: a stage, with the decision it answers as its input
+    <store>/runs/<run>/iterations/000010/approval/      the answer: a stage, with the decision as its input
 
-Approval: a version is asked about once and answered once; of two answers the first wins, and the other is handed it. The
-question is in the store, so it outlives the process that asked, the run and the Prefect server. Nothing is promoted that
-needs an approval and has none.
+Approval: a version is asked about once and answered once; of two answers the first wins, and the second caller receives
+it. The question is in the store, so it outlives the asking process, the run and the Prefect server. A version that
+needs approval is not promoted without it.
 
-Invariant: a version is promoted only when it is better than the promoted one beyond noise, on the same held-out tasks; the
-first evaluated version is. What was decided and why is a stage of the store; `promoted.json` points to the newest. Where
-`evaluation.approval.required`, a person has the last word.
+Invariant: a version is promoted only if it is better than the promoted one beyond noise, on the same held-out tasks;
+the first evaluated version is promoted. The decision with its reason is a stage of the store; `promoted.json` points to
+the newest. With `evaluation.approval.required`, a person decides last.
 
     version    0        10        20          25
     reward     0.23     0.71      0.70        0.92
@@ -41,7 +41,7 @@ class PromotionQuestion(BaseModel):
 
     version: int
     why: str
-    """What speaks for it: the difference to the promoted version, with its interval."""
+    """Evidence for it: the difference to the promoted version, with its interval."""
     asked_at: float
     """Seconds since the epoch."""
     until: float | None
@@ -52,7 +52,7 @@ class PromotionQuestion(BaseModel):
 
 
 class ApprovalDecision(BaseModel):
-    """What a person (or the time limit) said."""
+    """Answer of a person (or of the time limit)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,8 +62,8 @@ class ApprovalDecision(BaseModel):
     at: float
 
     def __str__(self) -> str:
-        said = f": {self.comment}" if self.comment else ""
-        return f"{'approved' if self.approved else 'refused'} by {self.by or 'somebody'}{said}"
+        comment = f": {self.comment}" if self.comment else ""
+        return f"{'approved' if self.approved else 'refused'} by {self.by or 'somebody'}{comment}"
 
 
 def ask(run: Run, version: int, why: str) -> None:
@@ -79,9 +79,9 @@ def ask(run: Run, version: int, why: str) -> None:
 
 
 def open_questions(run: Run) -> list[PromotionQuestion]:
-    """What waits for an answer, oldest version first."""
+    """Return the open questions, oldest version first."""
     place = run.location / APPROVALS
-    found = []
+    questions = []
     for name in place.names():
         try:
             question = PromotionQuestion.model_validate_json(place.read(name))
@@ -89,43 +89,43 @@ def open_questions(run: Run) -> list[PromotionQuestion]:
             continue
         except ValidationError as error:
             raise StoreError(f"{place.uri}/{name} is damaged: {error}. Delete it; the run asks again.") from error
-        if (given := answer_to(run, question.version)) is None:
-            found.append(question)
+        if (decision := answer_to(run, question.version)) is None:
+            questions.append(question)
         else:
-            _carry_out(run, question.version, given)  # the process that answered ended before this
-    return found
+            _carry_out(run, question.version, decision)  # the process that answered ended before this
+    return questions
 
 
 def answer_to(run: Run, version: int) -> ApprovalDecision | None:
-    """The answer about a version; None while there is none."""
+    """Return the answer about a version; None while it is open."""
     reference = run.stage(version, STAGE).reference()
     return None if reference is None else ApprovalDecision.model_validate(read_manifest(reference).details["answer"])
 
 
 def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | None = None) -> ApprovalDecision:
-    """Answer the question about a version, and promote it where the answer is yes; the answer that counts.
+    """Answer the question about a version, promote it if the answer is yes, and return the valid answer.
 
     Raises:
-        StoreError: there is no question about that version.
+        StoreError: no question about that version is open.
     """
     decision = run.stage(version, StageKind.PROMOTE).reference()
     if decision is None or not read_manifest(decision).details.get("awaits_approval"):
         waiting = ", ".join(str(question.version) for question in open_questions(run)) or "none"
         raise StoreError(f"Version {version} of run {run.run_id} waits for no approval. Those that do: {waiting}.")
     if answer_to(run, version) is None:
-        given = ApprovalDecision(
+        new_answer = ApprovalDecision(
             approved=approved, comment=comment, by=getpass.getuser() if by is None else by, at=time.time()
         )
         attempt = run.begin(run.stage(version, STAGE), policy_version=version)
-        attempt.commit(inputs={"decision": decision}, details={"answer": given.model_dump(mode="json")})
-    found = answer_to(run, version)
-    assert found is not None, "it was committed above, here or by whoever was first"
-    _carry_out(run, version, found)
-    return found
+        attempt.commit(inputs={"decision": decision}, details={"answer": new_answer.model_dump(mode="json")})
+    earlier = answer_to(run, version)
+    assert earlier is not None, "it was committed above, here or by whoever was first"
+    _carry_out(run, version, earlier)
+    return earlier
 
 
 def settle_expired(run: Run, question: PromotionQuestion, now: float) -> ApprovalDecision | None:
-    """The answer that the time limit gives, where it is over."""
+    """Give the answer of the time limit after it has passed."""
     if not question.is_expired(now) or question.until is None:
         return None
     hours = (question.until - question.asked_at) / 3600
@@ -153,14 +153,14 @@ def promote(run: Run, version: int) -> Reference | None:
     if confidence is None:
         return None
     stage = run.stage(version, StageKind.PROMOTE)
-    if (done := stage.reference()) is None:
-        done = _decide(run, version, confidence)
-    details = read_manifest(done).details
+    if (reference := stage.reference()) is None:
+        reference = _decide(run, version, confidence)
+    details = read_manifest(reference).details
     if details["promoted"]:
         point_to_promoted(run, version)
     elif details.get("awaits_approval") and answer_to(run, version) is None:
         ask(run, version, details["why"])
-    return done
+    return reference
 
 
 def _decide(run: Run, version: int, confidence: float) -> Reference:
@@ -200,7 +200,7 @@ def _decide(run: Run, version: int, confidence: float) -> Reference:
 
 
 def _verdict(run: Run, version: int, why: str, *, better: bool) -> dict[str, Any]:
-    """Details of the decision. What the run starts from is in use already, and needs no approval."""
+    """Return details of the decision. The run's starting version is in use already and needs no approval."""
     asks = better and run.config.evaluation.approval.required and version != run.first_version
     return {"promoted": better and not asks, "why": why} | ({"awaits_approval": True} if asks else {})
 

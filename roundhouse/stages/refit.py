@@ -1,13 +1,13 @@
 """Refit: bring every replica of the engine to the weights of a checkpoint.
 
-Invariant: when a function here returns, all replicas have said themselves that they answer with the wanted version. What is
-wanted is written to Serve, so a replica that starts later comes up with it too.
+Invariant: when a function here returns, all replicas have confirmed that they answer with the wanted version. The
+wanted version is written to Serve, so a replica that starts later loads it, too.
 
-An engine that shares its memory with the trainer sleeps while that works (`placement`). Any refit wakes it; a run that ends, in
-whatever way, leaves it awake.
+An engine that shares its memory with the trainer sleeps during training (`placement`). Any refit wakes it, and every
+end of a run leaves it awake.
 
-A refit is not a thing to skip because it was done before: the engine may have been restarted since. Only when the
-rollouts it is for are complete is there nothing to do.
+A refit is always checked, because the engine may have been restarted since the last one. It is skipped only if the
+rollouts that it serves are complete.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from roundhouse.infra.services import state_directory, status
 from roundhouse.rollout.clients import first_question
 from roundhouse.stages.policy import starting_policy, write_untrained
 from roundhouse.store.directories import checkpoint_cache
+from roundhouse.store.lease import holder
 from roundhouse.store.run import Run
 from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, StageKind, read_file, read_manifest, sha256
 from roundhouse.weight_sync.base import RunCheckpoint, WeightTransport, load_transport
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_service(run: Run) -> EngineService:
-    """The run's engine: the one that the configuration names, the trainer of this process, else the local services' Ray Serve.
+    """Return the run's engine: the configured one, the trainer of this process, else the local services' Ray Serve.
 
     Raises:
         InfraError: Ray is not running.
@@ -125,10 +126,10 @@ def _application(engine: EngineService, run: Run) -> str:
 
 
 def engine_at(run: Run, version: int) -> str:
-    """Base URL of the engine, once every replica answers with this run's weights of the version.
+    """Return the engine's base URL after every replica answers with this run's weights of the version.
 
-    After a refit that is a matter of one call. Where a replica has died since, or the engine was another run's meanwhile, or is
-    another engine by now, it is brought to the checkpoint.
+    After a refit this takes one call. If a replica has died, or the engine served another run or was replaced, bring it
+    to the checkpoint.
 
     Raises:
         ConfigError: see `_hold_exchange`.
@@ -161,10 +162,10 @@ _EXCHANGED: set[tuple[str, str, str]] = set()
 
 
 def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
-    """Whether the engine that the configuration asks for, in all its replicas, answers with this checkpoint.
+    """Return whether all replicas of the configured engine answer with this checkpoint.
 
-    A version is a number that other runs have too, and a run that was made anew has its checkpoints where the old one had them;
-    so the place of the weights counts, and their digest.
+    Other runs use the same version numbers, and a recreated run has its checkpoints at the same paths, so both path and
+    digest of the weights count.
     """
     digest: str | None = None
     if (proof := _recorded_proof(run, checkpoint.policy_version)) is not None:
@@ -173,22 +174,22 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
         digest = read_manifest(checkpoint).details.get(WEIGHTS_DIGEST)
     if digest is None:
         return False
-    wanted = (_application(engine, run), True, checkpoint.policy_version, checkpoint.uri, digest)
-    found = engine.replicas()
-    return len(found) == run.config.generation.replicas and all(
-        (one.application, one.ready, one.policy_version, one.weights, one.digest) == wanted
+    expected = (_application(engine, run), True, checkpoint.policy_version, checkpoint.uri, digest)
+    reports = engine.replicas()
+    return len(reports) == run.config.generation.replicas and all(
+        (one.application, one.ready, one.policy_version, one.weights, one.digest) == expected
         and (one.desired or {}).get("sampling") == _agents_draw_with(run)
-        for one in found
+        for one in reports
     )
 
 
 OWN_REQUESTS = ("agent", "nemo_gym")
-"""Kinds of environment whose programs write the requests to the engine themselves."""
+"""Kinds of environment whose programs send their own requests to the engine."""
 
 
 def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
-    """The sampling that the engine accepts from an agent server, whose requests are its own: that of training, and those of the
-    evaluations. None where our own loop asks, which holds each row against `generation.sampling` itself."""
+    """Return the sampling that the engine accepts from an agent server: that of training and of the evaluations. None
+    if our own loop asks, which checks each row against `generation.sampling` itself."""
     config = run.config
     if not any(each.kind in OWN_REQUESTS for each in environments_in(config.environment).values()):
         return None
@@ -247,7 +248,7 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
 
 @contextmanager
 def _lent_trainer(run: Run, checkpoint: Reference, transport: WeightTransport) -> Iterator[TrainService | None]:
-    """What `RunCheckpoint.trainer` is within the block. Behind it, the trainer's state may be written."""
+    """Yield the trainer for transports that read its memory. On exit, its state may be written."""
     if not transport.asks_trainer:
         yield None
         return
@@ -261,17 +262,17 @@ def _lent_trainer(run: Run, checkpoint: Reference, transport: WeightTransport) -
 
 
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
-    """Id of the placement group in which the trainer has its place; None where none is reserved.
+    """Return the ID of the placement group that holds the trainer's place; None without a reservation.
 
     Raises:
-        InfraError: the engine's replica does not say that it has one.
+        InfraError: the engine's replica does not report one.
     """
     if reservation(run.config) is None:
         return None
     engine = engine_service(run)
     own = _application(engine, run)
-    found = [each for each in engine.replicas() if each.application == own] or ensure_version(run, checkpoint, engine)
-    groups = [replica.placement_group for replica in found if replica.placement_group is not None]
+    reports = [each for each in engine.replicas() if each.application == own] or ensure_version(run, checkpoint, engine)
+    groups = [replica.placement_group for replica in reports if replica.placement_group is not None]
     if len(groups) != 1:
         raise InfraError(
             f"The engine's replicas name {len(groups)} placement groups, and the trainer has its place in one: the replica is "
@@ -281,10 +282,10 @@ def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
 
 
 def put_to_sleep(run: Run, checkpoint: Reference) -> list[ReplicaReport]:
-    """Have every replica give its memory back until the next refit; `checkpoint` is what the engine was brought to.
+    """Let every replica release its memory until the next refit; `checkpoint` is the engine's present one.
 
     Returns:
-        What each replica said of itself when it slept.
+        Each replica's report when it slept.
     """
     model = _model_to_start_from(run)
     announce("engine", text="asleep")
@@ -303,25 +304,27 @@ def own_gym(run: Run) -> Iterator[None]:
     Raises:
         ConfigError, InfraError: they cannot be started.
     """
-    found = [each for each in environments_in(run.config.environment).values() if isinstance(each, NemoGymEnvironment)]
-    if not found:
+    environments = [
+        each for each in environments_in(run.config.environment).values() if isinstance(each, NemoGymEnvironment)
+    ]
+    if not environments:
         yield
         return
     from roundhouse.compat.nemo_gym.owned import owned_servers
 
     announce("gym", text="starting")
     logs = (Path(run.config.infra.state) / "gym" / run.run_id).resolve()
-    patience = found[0].start_timeout_seconds
+    patience = environments[0].start_timeout_seconds
     with ExitStack() as stack:
         with ACTIVITY.track("gym", "servers", run.run_id, str(logs), patience):
-            url = stack.enter_context(owned_servers(run, found[0], engine_service(run).url, logs))
+            url = stack.enter_context(owned_servers(run, environments[0], engine_service(run).url, logs))
         announce("gym", text=f"ready at {url}")
         yield
 
 
 @contextmanager
 def awake_at_end(run: Run) -> Iterator[None]:
-    """Behind the block, however it ends, no engine sleeps for this run any more."""
+    """On exit, wake every engine that sleeps for this run."""
     try:
         yield
     finally:
@@ -330,8 +333,35 @@ def awake_at_end(run: Run) -> Iterator[None]:
                 sleeping = any(replica.asleep == _what_for(run) for replica in engine_service(run).replicas())
                 if sleeping and (newest := run.latest_checkpoint()) is not None:
                     ensure_version(run, newest)
-            except RoundhouseError as error:  # what ended the block, if anything did, is the error to be told
+            except RoundhouseError as error:  # the block's exception, if any, is the error to report
                 logger.warning("The engine sleeps, and cannot be woken: %s The next run's refit wakes it.", error)
+
+
+def release_engine(run: Run, *, next_pod_resumes: bool = False) -> None:
+    """Release the engine's replicas at the end of a run, or of its process (`EngineService.release`). Log a failure."""
+    infra = run.config.infra
+    if not isinstance(infra, KubernetesInfra) or infra.engine is None:
+        return
+    try:
+        engine_service(run).release(next_pod_resumes=next_pod_resumes)
+    except RoundhouseError as error:
+        logger.warning(
+            "The engine is not released, and its replicas hold their GPUs: %s To release them: kubectl -n %s delete rayservice "
+            "…, or start and end another run on it.",
+            error,
+            infra.namespace,
+        )
+
+
+@contextmanager
+def engine_released_after_use(run: Run) -> Iterator[None]:
+    """On exit, release the engine's replicas, unless a process drives the run: it keeps its engine."""
+    is_driven = holder(run.location) is not None
+    try:
+        yield
+    finally:
+        if not is_driven:
+            release_engine(run)
 
 
 def _what_for(run: Run) -> str:
@@ -339,7 +369,8 @@ def _what_for(run: Run) -> str:
 
 
 def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
-    """What replicas said of this version when it was new; None before that, and where weights now travel in another format."""
+    """Return the replicas' recorded proof of this version; None before it exists, or if weights now travel in another
+    format."""
     reference = run.stage(version + 1, StageKind.REFIT).reference()
     proof: dict[str, Any] | None = None if reference is None else read_manifest(reference).details.get("proof")
     if proof is None or proof.get("format") != _format(run):
@@ -348,23 +379,23 @@ def _recorded_proof(run: Run, version: int) -> dict[str, Any] | None:
 
 
 def _format(run: Run) -> str:
-    """What a proof's digest is of: the checkpoint's own tensors, or those that the engine holds."""
+    """Return the subject of a proof's digest: the checkpoint's tensors, or the engine's."""
     generation = run.config.generation
     return generation.dtype if load_transport(generation.weight_sync).publishes_engine_format else "checkpoint"
 
 
 def refit_iteration(run: Run, iteration: int, checkpoint: Reference) -> Reference:
-    """Refit for an iteration, and record what every replica said."""
+    """Refit for an iteration and record every replica's report."""
     stage = run.stage(iteration, StageKind.REFIT)
-    done = stage.reference()
-    if done is not None and run.stage(iteration, StageKind.COLLECT).reference() is not None:
-        return done
+    reference = stage.reference()
+    if reference is not None and run.stage(iteration, StageKind.COLLECT).reference() is not None:
+        return reference
     attempt = run.begin(stage, policy_version=checkpoint.policy_version)
     engine = engine_service(run)
     replicas = ensure_version(run, checkpoint, engine)
-    if done is not None:
-        return done
-    _hold_exchange(run, engine)  # before tokens are counted: its own are no rollout's
+    if reference is not None:
+        return reference
+    _hold_exchange(run, engine)  # before tokens are counted: refit requests do not belong to rollouts
     generated = counted_tokens(engine.replicas())
     return attempt.commit(
         inputs={"checkpoint": checkpoint},

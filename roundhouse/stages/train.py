@@ -1,14 +1,15 @@
 """Train: one step of an iteration, from its sequences and version k-1 to the files of version k.
 
-Invariant: where the step runs (`train.service`) does not change what it writes.
+Invariant: the written files do not depend on where the step runs (`train.service`).
 
-A trainer stays open between iterations when it can (`_resident`), in this process, a Ray actor or a remote server; what it
-holds is then exactly what the input checkpoint holds, verified by the digest of its weights. A fresh process loads the
-checkpoint and continues bit for bit. Where it holds memory in turns with the engine (`placement`), it is given back with each
-step. With `kind: process` each step is a process that begins from the store; on `infra.kind: kubernetes` it is a Job.
+A trainer stays open between iterations if it can (`_resident`): in this process, a Ray actor or a remote server. It
+then holds exactly the input checkpoint, verified by the digest of its weights. A new process loads the checkpoint and
+continues bit for bit. If it shares memory with the engine (`placement`), it is released after each step. With `kind:
+process` each step is a process that starts from the store; on `infra.kind: kubernetes` it is a Job.
 
-A trainer that stays may write its state after its version was published, beside the next refit and collection (`_StateWriter`).
-Nothing changes it before that state is complete, and a start that lacks the state makes it again from the version before.
+A resident trainer may write its state after its version was published, in parallel with the next refit and collection
+(`_StateWriter`). The trainer does not change before this state is complete. A start without the state makes it again
+from the previous version.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from roundhouse.config.placement import engine_sleeps, has_ranks, trainer_launch
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
 from roundhouse.cpu import attribute_to_this_stage, clock, take_seconds
-from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.errors import ConfigError, DataError, InfraError, OutOfMemory
+from roundhouse.health.policy import typed
 from roundhouse.launch.base import Program, open_launcher
 from roundhouse.stages.checkpoint import reference_version
 from roundhouse.stages.freshness import (
@@ -57,6 +59,7 @@ from roundhouse.store.stage import (
     Attempt,
     ModelFiles,
     Reference,
+    Stage,
     StageKind,
     model_location,
     read_manifest,
@@ -79,10 +82,16 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+MEMORY = "memory_settings"
+"""In the details of the stage's manifest: the settings of `train` that bound memory, which may change between iterations."""
+
 STEP = "roundhouse.training.service.one_shot"
 
 logger = logging.getLogger(__name__)
 
+_short_of_memory: set[str] = set()
+"""Uids of runs that found no memory for a trainer in this process, which may be left without threads or room. Their next
+trainer has another process."""
 _resident: dict[tuple[str | int | float, ...], Trainer] = {}
 """At most one trainer, by `_key`."""
 
@@ -93,11 +102,11 @@ def train_iteration(
     """Train version `iteration` from `base` (version `iteration - 1`) on the validated sequences.
 
     Args:
-        say: given the log of a step that runs elsewhere than on this machine, line by line.
+        say: receives the log lines of a step that runs on another machine.
     """
     stage = run.stage(iteration, StageKind.TRAIN)
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
     recorded = read_table(sequences, "sequences")
     prove_trainable(sequences.counts, recorded)
     attempt = run.begin(stage, policy_version=base.policy_version)
@@ -128,6 +137,7 @@ def train_iteration(
         },
         details={
             **result.checkpoint.details(),
+            MEMORY: run.config.train.memory_settings,
             "asleep": [{"id": one.replica_id, "placement_group": one.placement_group} for one in asleep],
         },
     )
@@ -139,7 +149,7 @@ def train_iteration(
 
 
 class _StateWriter:
-    """Writes the state of the trainer that made a version, in a thread of its own. What would change the trainer waits."""
+    """Write the state of the trainer that made a version, in a separate thread. Changes to the trainer wait for it."""
 
     def __init__(self, run: Run, update: Reference, trainer: Trainer) -> None:
         self._run, self._update, self._trainer = run, update, trainer
@@ -160,7 +170,7 @@ class _StateWriter:
 
     def _write(self) -> None:
         with _busy:
-            if sys.platform == "linux":  # where threads have a priority each, which those that they start inherit
+            if sys.platform == "linux":  # on Linux each thread has a priority, which its child threads inherit
                 own = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _GIVES_WAY))
             run, version = self._run, self._update.iteration
@@ -179,25 +189,25 @@ class _StateWriter:
 
 
 _GIVES_WAY = 5
-"""Steps of priority that the writer is behind the refit and the collection that it is beside."""
+"""Nice value of the writer relative to the refit and collection that run at the same time."""
 _writing: list[_StateWriter] = []
 """At most one."""
 _busy = threading.Lock()
-"""Held by who uses the trainer that is kept: for a refit, to write its state, or to take it away."""
+"""Held while the kept trainer is in use: for a refit, to write its state, or to close it."""
 
 
 def write_state() -> None:
-    """Begin to write the state that is written beside other work. Where the next refit takes the weights from the trainer, that
-    comes first."""
+    """Start to write the trainer's state in the background. If the next refit reads weights from the trainer, the
+    refit is first."""
     for writer in _writing:
         writer.begin()
 
 
 def wait_for_state() -> float:
-    """Return when no state is being written any more; the CPU seconds that the writing took.
+    """Wait until no state is being written, and return the CPU seconds of the writing.
 
     Raises:
-        RoundhouseError: it could not be written, and the trainer is given back: what needs the state makes it again.
+        RoundhouseError: the state could not be written, and the trainer is closed; the state is made again when needed.
     """
     if not _writing:
         return 0.0
@@ -216,7 +226,7 @@ _BUSY_SECONDS = 10.0
 
 @contextmanager
 def trainer_released_at_end() -> Iterator[None]:
-    """Behind the block, however it ends, no state is being written any more, and no trainer holds a machine."""
+    """On exit, wait for the state writer and release the trainer."""
     try:
         yield
     finally:
@@ -228,8 +238,8 @@ def trainer_released_at_end() -> Iterator[None]:
 
 @contextmanager
 def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
-    """The trainer's turn at the memory that it shares with the engine, whose replicas said that they sleep meanwhile; none
-    where they share nothing. Behind it, the trainer holds no memory, unless it is the engine too."""
+    """Give the trainer its turn at the memory that it shares with the sleeping engine; without shared memory, do
+    nothing. On exit, the trainer holds no memory, unless it is the engine too."""
     if not engine_sleeps(run.config):
         yield []
         return
@@ -242,43 +252,43 @@ def _turn(run: Run, base: Reference) -> Iterator[list[ReplicaReport]]:
 
 
 def _prove_log_probs(run: Run, attempt: Attempt, recorded: pa.Table, columns: pa.Table, base: Reference) -> None:
-    """Hold the recorded log-probabilities against the weights of `base` (`roundhouse.stages.validate`).
+    """Compare the recorded log-probabilities with those of the weights of `base` (`roundhouse.stages.validate`).
 
     Raises:
-        DataError: too many differ; the weights that this step made are given up.
+        DataError: too many differ; the weights of this step are discarded.
     """
     if (tolerance := tolerance_of(run.config)) is None:
         return
-    found = mismatched(recorded, columns, policy_version=base.policy_version, tolerance=tolerance)
-    if not found.num_rows:
+    contradicted = mismatched(recorded, columns, policy_version=base.policy_version, tolerance=tolerance)
+    if not contradicted.num_rows:
         return
-    attempt.write_table("mismatched", found)
+    attempt.write_table("mismatched", contradicted)
     own = pc.equal(recorded["policy_version"], base.policy_version)
     judged = pc.sum(pc.and_(own.combine_chunks(), columns["trainer_logprobs"].is_valid().combine_chunks())).as_py()
     try:
-        refuse_mismatched(found, judged, run.config.validation, attempt.stage.location.uri)
+        refuse_mismatched(contradicted, judged, run.config.validation, attempt.stage.location.uri)
     except DataError:
         release_trainer()
         raise
     logger.warning(
-        "%d of %d sequences were masked: the weights do not give their log-probabilities", found.num_rows, judged
+        "%d of %d sequences were masked: the weights do not give their log-probabilities", contradicted.num_rows, judged
     )
 
 
 def _offline_drift(run: Run, iteration: int, recorded: pa.Table, columns: pa.Table) -> dict[str, float]:
-    """How far the weights that an offline iteration began from have moved away from its data; nothing for other runs.
+    """Measure how far the initial weights of an offline iteration have moved from its data; empty for other runs.
 
     Raises:
-        StaleData: too far (`offline`); the weights that this step made are given up.
+        StaleData: too far (`offline`); the weights of this step are discarded.
     """
-    if run.config.offline is None or (found := drift(run.config, recorded, columns)) is None:
+    if run.config.offline is None or (measured := drift(run.config, recorded, columns)) is None:
         return {}
     try:
-        settle(run.config, f"The data of iteration {iteration}", judge_importance(run.config, found), STOPPED)
+        settle(run.config, f"The data of iteration {iteration}", judge_importance(run.config, measured), STOPPED)
     except StaleData:
         release_trainer()
         raise
-    return importance_metrics(found)
+    return importance_metrics(measured)
 
 
 def log_probs_under(
@@ -292,7 +302,7 @@ def log_probs_under(
     from roundhouse.training.trainer import Trainer
 
     with _turn(run, base):
-        if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed right here
+        if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed in this process
             config = run.config.train.model_copy(update={"service": ResidentService()})
             trainer = Trainer.load(
                 StoredModel.of(base, cache),
@@ -308,12 +318,12 @@ def log_probs_under(
                 trainer.close()
         trainer, _ = _trainer_at(run, base, cache, for_run)
         try:
-            found = trainer.log_probs(batch)
+            log_probs = trainer.log_probs(batch)
         except BaseException:
             trainer.close()
             raise
         _resident[_key(run, base.policy_version, read_manifest(base).model_files)] = trainer
-        return found
+        return log_probs
 
 
 def lend_trainer(run: Run, base: Reference) -> None:
@@ -326,13 +336,13 @@ def lend_trainer(run: Run, base: Reference) -> None:
 
 
 def release_trainer(patience_seconds: float = -1) -> None:
-    """Give back what is kept between iterations: memory, machines, a session with a server.
+    """Release the resources that are kept between iterations: memory, machines, a server session.
 
     Args:
-        patience_seconds: for what uses the trainer now to be done with it. -1: until it is.
+        patience_seconds: time to wait for the trainer's present user. -1: wait until it is done.
 
     Raises:
-        InfraError: it was not.
+        InfraError: it was not done in time.
     """
     try:
         wait_for_state()
@@ -350,14 +360,14 @@ def release_trainer(patience_seconds: float = -1) -> None:
 
 @contextmanager
 def trainer_holding(run: Run, version: Reference) -> Iterator[TrainService | None]:
-    """The service of the trainer that holds exactly this version, which nothing else uses within the block; None where none
-    does, or it has other work."""
+    """Yield the service of an idle trainer that holds exactly this version, for exclusive use in the block; None if
+    there is no such trainer or it is busy."""
     if not _busy.acquire(blocking=False):
         yield None
         return
     try:
-        kept = _resident.get(_key(run, version.policy_version, read_manifest(version).model_files))
-        yield None if kept is None else kept.learner.service
+        trainer = _resident.get(_key(run, version.policy_version, read_manifest(version).model_files))
+        yield None if trainer is None else trainer.learner.service
     finally:
         _busy.release()
 
@@ -370,10 +380,12 @@ def _in_service(
     from roundhouse.training.service.one_shot import TrainStepResult
 
     batch = TrainingSequences.from_table(sequences)
-    trainer, again = _trainer_at(run, base, cache)
+    with _noting_lack_of_memory(run):
+        trainer, again = _trainer_at(run, base, cache)
     try:
         judged = tolerances(batch.policy_versions, base.policy_version, tolerance_of(run.config))
-        report = trainer.step(batch, iteration, judged)
+        with _noting_lack_of_memory(run):
+            report = trainer.step(batch, iteration, judged)
         began = time.monotonic()
         state = has_optimizer(run, iteration) and not _is_written_beside(run, trainer, iteration, base)
         written = trainer.store(run.checkpoint(iteration).location, attempt, state=state)
@@ -392,6 +404,17 @@ def _in_service(
         checkpoint=written,
     )
     return result, report.columns
+
+
+@contextmanager
+def _noting_lack_of_memory(run: Run) -> Iterator[None]:
+    """If the block runs out of memory, open the run's next trainer in a separate process."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(typed(error), OutOfMemory):
+            _short_of_memory.add(run.uid)
+        raise
 
 
 def _in_process(
@@ -430,8 +453,8 @@ def _in_process(
             **launcher.caches(cache),  # type: ignore[arg-type]
         )
         jobs = run.stage(iteration, StageKind.TRAIN).location / "jobs"
-        place, said = (Location(Path(scratch).as_uri()), logger.debug) if launcher.same_machine else (jobs, say)
-        result, columns = read_result(launcher.run(step_program(spec, service, place), said, threading.Event()))
+        place, log_line = (Location(Path(scratch).as_uri()), logger.debug) if launcher.same_machine else (jobs, say)
+        result, columns = read_result(launcher.run(step_program(spec, service, place), log_line, threading.Event()))
     figures = launcher.metrics()
     if figures:
         # pods, images, imports and the cluster itself; negative for a Job that was found finished
@@ -443,7 +466,7 @@ def step_program(spec: StepSpec, service: ProcessService, place: Location) -> Pr
     """The step as a program, which is found again by all that it depends on."""
     fleeting = ("attempt", "report", "cache", "node_cache", "node_cache_bytes")
     tree = spec.model_dump(mode="json", exclude={**dict.fromkeys(fleeting, True), "train": {"service": True}})
-    # sorted: a reference that was read back has its counts in another order than one that was just committed
+    # sorted: a stored reference has its counts in another order than a new one
     depends = json.dumps(tree, sort_keys=True)
     return Program(
         what="The training step",
@@ -461,13 +484,14 @@ def step_program(spec: StepSpec, service: ProcessService, place: Location) -> Pr
 
 
 def has_optimizer(run: Run, version: int) -> bool:
-    """Whether this version is saved with the trainer's state."""
+    """Return whether this version is saved with the trainer's state."""
     return version % run.config.checkpoint.optimizer_every == 0 or version == run.config.iterations
 
 
 def _is_written_beside(run: Run, trainer: Trainer, version: int, base: Reference) -> bool:
-    """Whether the trainer's state of a version is written after it was published: where that takes long, the trainer stays as
-    it is until then, and the state can be made again. That of the last version is not: nothing follows to write it beside."""
+    """Return whether a version's trainer state is written after its publication: if writing takes long, the trainer
+    does not change until then, and the state can be made again. The last version's state is written at once, because
+    no later work would hide the time."""
     config, least = run.config, run.config.checkpoint.optimizer_beside_mib
     if least is None or version == config.iterations or config.train.lora is not None:  # an adapter may travel alone
         return False
@@ -480,13 +504,13 @@ def _is_written_beside(run: Run, trainer: Trainer, version: int, base: Reference
 def write_with_optimizer(
     run: Run, version: Reference, place: Location, attempt: str, cache: Path, *, for_run: Run
 ) -> ModelFiles:
-    """Write a version that was published without the trainer's state to another checkpoint, with it.
+    """Write a version that was published without the trainer's state to another checkpoint, with that state.
 
     Args:
-        for_run: who trains, towards a server or where ranks are started: another than `run`, which may be under way.
+        for_run: run that owns the training session or the started ranks, if it is not `run`, which may be active.
 
     Raises:
-        DataError: training the iterations since the newest state again does not give the recorded weights.
+        DataError: repeating the iterations since the newest state does not give the recorded weights.
     """
     trainer, _ = _trainer_at(run, version, cache, for_run)
     try:
@@ -496,32 +520,40 @@ def write_with_optimizer(
 
 
 def _trainer_at(run: Run, base: Reference, cache: Path, for_run: Run | None = None) -> tuple[Trainer, int]:
-    """The trainer that holds exactly what `base` holds: the one kept (which is kept no longer), or one that loads it; and how
-    many iterations it trained again for that."""
+    """Return a trainer that holds exactly `base`, the kept one (which is not kept any more) or a new one, and the
+    number of iterations that it trained again."""
     from roundhouse.training.service.verbs import Role
     from roundhouse.training.trainer import Trainer
 
     wait_for_state()
     key = _key(run, base.policy_version, read_manifest(base).model_files)
     with _busy:
-        kept = _resident.pop(key, None)
-    if kept is not None:
+        resident = _resident.pop(key, None)
+    if resident is not None:
         if reference_version(run, base.policy_version) == base.policy_version > run.first_version:
             try:
                 renewed = reference_model(run, cache, base.policy_version)
                 assert renewed is not None, "reference_every is refused where there is no reference"
-                kept.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
+                resident.learner.service.load_checkpoint(renewed, role=Role.REFERENCE)
             except BaseException:
-                kept.close()
+                resident.close()
                 raise
-        return kept, 0
+        return resident, 0
     release_trainer()
     origin, since = trained_since_state(base)
+    _refuse_other_memory_settings(run, since, base)
     config = run.config
     temperature, near = config.generation.sampling.temperature, place_near_engine(run, base)
     whose = for_run or run
     at = (whose, base.policy_version + 1)
-    service = open_service(config.train, owner=whose.uid, temperature=temperature, placement_group=near, at=at)
+    service = open_service(
+        config.train,
+        owner=whose.uid,
+        temperature=temperature,
+        placement_group=near,
+        at=at,
+        apart=run.uid in _short_of_memory,
+    )
     try:
         state = state_of(origin)
         trainer = Trainer.over(
@@ -542,11 +574,11 @@ def _trainer_at(run: Run, base: Reference, cache: Path, for_run: Run | None = No
 
 
 def reference_origin(run: Run, base: int) -> Reference | str | None:
-    """The model that the run's algorithm compares the policy with when version `base` is trained from: a checkpoint, a URI, or
-    None when it needs none besides the policy.
+    """Return the reference model for training from version `base`: a checkpoint, a URI, or None if the algorithm needs
+    only the policy.
 
     Raises:
-        ConfigError: the teacher's directory is not there.
+        ConfigError: the teacher's directory is missing.
     """
     source = run.config.train.algorithm.reference_source
     if source is None or run.config.train.reference_is_frozen:
@@ -559,17 +591,17 @@ def reference_origin(run: Run, base: int) -> Reference | str | None:
 
 
 def critic_origin(run: Run) -> str | None:
-    """URI of the model that the run's critic begins from, where it is named.
+    """Return the URI of the critic's initial model, if it is configured.
 
     Raises:
-        ConfigError: the directory is not there.
+        ConfigError: the directory is missing.
     """
     section = run.config.train.algorithm.critic_section
     return None if section is None or section.model is None else _model_at(section.model, "critic.model")
 
 
 def critic_model(run: Run, cache: Path) -> StoredModel | None:
-    """What is loaded of it."""
+    """Return the model section under which the critic is loaded."""
     origin = critic_origin(run)
     return None if origin is None else StoredModel(uri=origin, cache=cache)
 
@@ -584,7 +616,7 @@ def _model_at(source: str, key: str) -> str:
 
 
 def reference_model(run: Run, cache: Path, base: int) -> StoredModel | None:
-    """What is loaded of it."""
+    """Return the model section under which the reference is loaded."""
     origin = reference_origin(run, base)
     if isinstance(origin, Reference):
         return StoredModel.of(origin, cache)
@@ -610,18 +642,38 @@ def _train_again(run: Run, trainer: Trainer, since: list[Reference], base: Refer
     place = run.checkpoint(base.policy_version).location
     written = trainer.store(place, "again", state=False)
     (place / written.directory).delete_tree()
-    found = written.weights_digest
-    if found != recorded:
+    digest = written.weights_digest
+    if digest != recorded:
         raise DataError(
             f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and training iterations "
-            f"{versions} again gave weights with the digest {found}, where {recorded} is recorded. Train with the versions "
+            f"{versions} again gave weights with the digest {digest}, where {recorded} is recorded. Train with the versions "
             "of Roundhouse and its libraries, the threads and the number of processes that the run had, or fork from version "
             f"{since[0].iteration - 1}, which holds the state."
         )
 
 
+def _refuse_other_memory_settings(run: Run, since: list[Reference], base: Reference) -> None:
+    """Refuse settings that would give iterations that are trained again other weights, by rounding, than were published.
+
+    Raises:
+        ConfigError: names each setting with the recorded value.
+    """
+    for sequences in since:
+        place = Location(sequences.uri.rsplit("/", 1)[0]) / StageKind.TRAIN  # a fork's are in its parent
+        train = Stage(place, kind=StageKind.TRAIN, run_id="", iteration=sequences.iteration).reference()
+        settings = {} if train is None else read_manifest(train).details.get(MEMORY, {})
+        own = run.config.train.memory_settings
+        if others := [f"train.{name}={value}" for name, value in settings.items() if own[name] != value]:
+            raise ConfigError(
+                f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and iteration "
+                f"{sequences.iteration}, which is trained again for it, was trained with {', '.join(others)}. Set this, or "
+                f"fork from version {since[0].iteration - 1}, which holds the state."
+            )
+
+
 def _key(run: Run, version: int, files: ModelFiles) -> tuple[str | int | float, ...]:
-    """What a trainer that holds these files of a version can go on for: another `train` section needs another one."""
+    """Return the key of a kept trainer: files of its version and the `train` section. A trainer is reused only for an
+    equal key."""
     weights = "+".join(entry.sha256 for entry in files.weights().values())
     return run.uid, version, weights, run.config.train.model_dump_json(), run.config.generation.sampling.temperature
 
@@ -633,21 +685,23 @@ def open_service(
     temperature: float,
     placement_group: str | None = None,
     at: tuple[Run, int] | None = None,
+    apart: bool = False,
 ) -> TrainService:
-    """The service that `config.service` names, to be closed by the caller. Whichever it is, what it computes is the same.
+    """Open the service of `config.service`, to be closed by the caller. All services compute the same.
 
     Args:
-        owner: of the training session; a remote service distinguishes runs by it.
-        placement_group: id of Ray's, in whose last bundle an actor is to be.
-        at: the run and the iteration, for ranks that are started elsewhere.
+        owner: owner of the training session; a remote service distinguishes runs by it.
+        placement_group: Ray ID of the group whose last bundle holds the actor.
+        at: run and iteration, for ranks that start elsewhere.
+        apart: train in another process than this one.
 
     Raises:
-        ConfigError: the service is one process a step, which has no verbs, or a token cannot be read.
+        ConfigError: the service is one process per step, which has no verbs, or a token cannot be read.
         InfraError: Ray cannot be reached, or ranks do not start.
     """
     service = config.service
     if isinstance(service, ResidentService):
-        if has_ranks(service):
+        if has_ranks(service) or apart:
             from roundhouse.launch.resident_ranks import ResidentRanks
 
             return ResidentRanks(config, service, owner=owner, temperature=temperature, at=at)

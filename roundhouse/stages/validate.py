@@ -1,7 +1,7 @@
 """Validate: from rollouts to training sequences and a quarantine (`roundhouse.trajectories.validation`).
 
-Invariant: what is judged is what is in the store. The proofs themselves are pure; this stage provides the facts that they are
-held against: the plan's limits, the counts recorded with the turns, and the policy's tokenizer.
+Invariant: only stored data is judged. The proofs are pure; this stage provides their facts: the plan's limits, the
+counts recorded with the turns, and the policy's tokenizer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ import pyarrow.compute as pc
 from roundhouse.config.environments import OWN_LOOP, environments_in
 from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import ConfigError, DataError, StoreError, TooFewSequences
-from roundhouse.generation.chat import TOOL_CALL_START, parse_hermes
+from roundhouse.generation.chat import PROMPT_ENDING, calls_of_reply
+from roundhouse.generation.control_tokens import ControlTokens
+from roundhouse.generation.tool_calls import TOOL_CALL_START, parse_hermes
 from roundhouse.rollout.responses import assistant_items
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import Run
@@ -34,11 +36,11 @@ from roundhouse.trajectories.token_breaks import Decode, TokenBreak
 from roundhouse.trajectories.validation import CollectionLimits, Recorded, Validated, validate
 
 NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
-"""Reasons of rollouts that dynamic sampling put aside. Nothing is wrong with them: they do not count as refused."""
+"""Reasons for rollouts that dynamic sampling omitted. They are valid and do not count as refused."""
 
 
 def _keeps_own_record(config: RunConfig) -> bool:
-    """Whether an environment of the run does: the checks that follow are of whole collections."""
+    """Return whether an environment of the run keeps a separate record; the following checks need whole collections."""
     return any(each.kind in OWN_LOOP for each in environments_in(config.environment).values())
 
 
@@ -51,13 +53,14 @@ def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) ->
     """Why each group that dynamic sampling (its entry in the collect stage's manifest) did not keep is not trained on."""
     if not sampling:
         return {}
-    kept, surplus = set(sampling["kept"]), set(sampling["surplus"])
-    groups = {rollout.group_id for rollout in rollouts if rollout.branched_from is None} - kept
+    kept_groups, surplus = set(sampling["kept"]), set(sampling["surplus"])
+    groups = {rollout.group_id for rollout in rollouts if rollout.branched_from is None} - kept_groups
     return {group: SURPLUS if group in surplus else NO_SPREAD for group in groups}
 
 
 def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> CollectionLimits:
-    """What the iteration was collected under. Limits of a model call are known only where our loops made the calls."""
+    """Return the limits of the iteration's collection. Limits of a model call are known only if our loops made the
+    calls."""
     ours = not _keeps_own_record(config)
     limits = CollectionLimits(
         vocabulary_size=vocabulary_size,
@@ -67,6 +70,7 @@ def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> C
         branches=None if config.rollout.branching is None else config.rollout.branching.samples,
         max_new_tokens=config.generation.sampling.max_new_tokens if ours else None,
         max_turns=config.rollout.max_turns if ours else None,
+        reward_limit=config.rollout.reward_limit,
     )
     own = {
         name: replace(
@@ -80,7 +84,7 @@ def limits_of(config: RunConfig, vocabulary_size: int, policy_version: int) -> C
 
 
 def recorded_counts(rollouts: pa.Table, turns: pa.Table) -> dict[str, Recorded]:
-    """What the `rollouts` dataset says of the turns of each rollout.
+    """Return the turn counts of each rollout from the `rollouts` dataset.
 
     Raises:
         DataError: turns belong to no rollout.
@@ -88,7 +92,7 @@ def recorded_counts(rollouts: pa.Table, turns: pa.Table) -> dict[str, Recorded]:
     columns = [
         rollouts.column(name).to_pylist() for name in ("rollout_id", "turns", "generated_tokens", "total_tokens")
     ]
-    counts = {name: Recorded(*found) for name, *found in zip(*columns, strict=True)}
+    counts = {name: Recorded(*row_counts) for name, *row_counts in zip(*columns, strict=True)}
     if strays := set(pc.unique(turns.column("rollout_id")).to_pylist()) - set(counts):
         raise DataError(
             f"The turns dataset has turns of {len(strays)} rollouts that the rollouts dataset has not, such as {min(strays)}. "
@@ -98,8 +102,8 @@ def recorded_counts(rollouts: pa.Table, turns: pa.Table) -> dict[str, Recorded]:
 
 
 def text_proof(run: Run) -> DecodedText | None:
-    """What holds messages against tokens; None where it is turned off, the record is not ours, or there is no policy with a
-    tokenizer.json."""
+    """Return the proof of messages against tokens; None if it is disabled, the record is not ours, or the policy has
+    no tokenizer.json."""
     config = run.config
     if not config.validation.check_text or _keeps_own_record(config) or run.checkpoint(0).reference() is None:
         return None
@@ -110,7 +114,7 @@ def text_proof(run: Run) -> DecodedText | None:
 
 
 def decoder(run: Run) -> Decode | None:
-    """Token IDs to text, by the policy's tokenizer, which is read when it is first asked; None where there is none."""
+    """Return a decoder of token IDs with the policy's tokenizer, read on first use; None without a tokenizer."""
     if run.checkpoint(0).reference() is None or not (engine_files(run) / "tokenizer.json").is_file():
         return None
 
@@ -123,9 +127,45 @@ def decoder(run: Run) -> Decode | None:
     return lambda ids: tokenizer().decode(ids, skip_special_tokens=False)
 
 
+@dataclass(frozen=True, slots=True)
+class OddTokens:
+    """Tokens of rollouts that are on record as drawn, and that a reader of the texts does not see."""
+
+    spelled: dict[str, int]
+    """For each rollout with some: control tokens that its prompts spell as text (`roundhouse.generation.control_tokens`)."""
+    unknown: dict[str, int]
+    """For each rollout with some: generated tokens that the tokenizer lacks, such as the padding of the model's vocabulary."""
+
+    def metrics(self) -> dict[str, float]:
+        """Count the tokens."""
+        spelled, unknown = sum(self.spelled.values()), sum(self.unknown.values())
+        return {"validate/spelled_control_tokens": spelled, "validate/unknown_tokens": unknown}
+
+    def details(self) -> dict[str, dict[str, int]]:
+        """Name the first rollouts."""
+        named = {"spelled_control_tokens": self.spelled, "unknown_tokens": self.unknown}
+        return {name: dict(itertools.islice(counts.items(), BREAKS_TOLD)) for name, counts in named.items() if counts}
+
+
+def odd_tokens(run: Run, rollouts: Sequence[Rollout]) -> OddTokens:
+    """Count odd tokens by the policy's tokenizer; none without one."""
+    spelled, unknown = Counter[str](), Counter[str]()
+    if run.checkpoint(0).reference() is not None and (file := engine_files(run) / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+        control, known = ControlTokens(tokenizer), frozenset(tokenizer.get_vocab().values())
+        for rollout in rollouts:
+            for turn in rollout.turns:
+                spelled[rollout.rollout_id] += control.spelled_in(turn.prompt_token_ids)
+                if not known.issuperset(turn.generation_token_ids):
+                    unknown[rollout.rollout_id] += sum(token not in known for token in turn.generation_token_ids)
+    return OddTokens(dict(+spelled), dict(+unknown))
+
+
 def break_metrics(name: str, breaks: dict[str, list[TokenBreak]]) -> dict[str, float]:
-    """How many breaks, or forks, in all and by likely cause."""
-    causes = Counter(each.cause for found in breaks.values() for each in found)
+    """Count breaks, or forks, in total and by likely cause."""
+    causes = Counter(each.cause for rollout_breaks in breaks.values() for each in rollout_breaks)
     return {name: causes.total(), **{f"{name}/{cause.value}": count for cause, count in causes.items()}}
 
 
@@ -133,12 +173,12 @@ def validate_iteration(run: Run, iteration: int, rollouts: Reference, vocabulary
     """Validate the rollouts of an iteration.
 
     Raises:
-        LedgerError: the rollouts are not those that the collect stage counted.
+        LedgerError: the rollouts differ from the collect stage's count.
         TooFewSequences: more was refused than `validation.max_quarantine_fraction` allows, or too few groups are left.
     """
     stage = run.stage(iteration, StageKind.VALIDATE)
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
     tables = read_table(rollouts, "rollouts"), read_table(rollouts, "turns")
     collected = in_plan_order(rollouts_from_tables(*tables))
     prove_counted(rollouts.counts, collected)
@@ -152,21 +192,22 @@ def validate_groups(
 ) -> Reference:
     """Validate some groups of a dataset that was collected outside the run, for an iteration that collects nothing.
 
-    Its limits of a model call are not known here: its collection may have had others than the run.
+    Limits of model calls are unknown here, because the collection may have had other limits than the run.
 
     Args:
-        where: what these groups are, for the manifest.
+        where: description of these groups for the manifest.
 
     Raises:
-        TooFewSequences: as of `validate_iteration`.
+        TooFewSequences: see `validate_iteration`.
     """
     stage = run.stage(iteration, StageKind.VALIDATE)
-    if (done := stage.reference()) is not None:
-        return done
+    if (reference := stage.reference()) is not None:
+        return reference
     tables = rows_of_groups(dataset, groups)
     collected = in_plan_order(rollouts_from_tables(*tables))
     written = bool(read_manifest(dataset).details.get("written"))
-    terms = CollectionLimits(vocabulary_size, dataset.policy_version, written=written)
+    limit = run.config.rollout.reward_limit
+    terms = CollectionLimits(vocabulary_size, dataset.policy_version, reward_limit=limit, written=written)
     return _validated(run, stage, {"dataset": dataset}, collected, tables, terms, {}, {"offline": where})
 
 
@@ -203,7 +244,10 @@ def _validated(
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
     # Under `on_break` truncate and split no quarantine row has them
-    told = {name: str(found[0]) for name, found in itertools.islice(result.breaks.items(), BREAKS_TOLD)}
+    examples = {
+        name: str(rollout_breaks[0]) for name, rollout_breaks in itertools.islice(result.breaks.items(), BREAKS_TOLD)
+    }
+    odd = odd_tokens(run, collected)
     refused = _refuse_too_few(result, config, f"iteration {stage.iteration}", stage.location.uri)
     return attempt.commit(
         inputs=inputs,
@@ -217,12 +261,14 @@ def _validated(
             "validate/trained_tokens": pc.sum(
                 pc.list_flatten(result.sequences.column("loss_mask")).cast(pa.int64())
             ).as_py(),
+            **odd.metrics(),
             **break_metrics("validate/token_breaks", result.breaks),
             **break_metrics("validate/forks", result.forks),
             **rollout_waste(collected, result.quarantine),
         },
         details={"reasons": result.reasons, "failures": result.ledger.failures}
-        | ({"token_breaks": told} if told else {})
+        | ({"token_breaks": examples} if examples else {})
+        | odd.details()
         | details,
     )
 
@@ -236,18 +282,19 @@ BREAKS_TOLD = 20
 
 
 def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
-    """How many rollouts were refused.
+    """Return the number of refused rollouts.
 
     Raises:
-        TooFewSequences: more than `validation.max_quarantine_fraction`, or fewer groups are left than `failures.min_groups`.
+        TooFewSequences: more than `validation.max_quarantine_fraction`, or fewer than `failures.min_groups` groups are
+            left.
     """
     filtered = _filtered(result)
     refused, requested = result.quarantine.num_rows - filtered, result.ledger.requested - filtered
     sequences = result.sequences
-    there = {*sequences["rollout_id"].to_pylist(), *result.quarantine["rollout_id"].to_pylist()}
+    ids = {*sequences["rollout_id"].to_pylist(), *result.quarantine["rollout_id"].to_pylist()}
     owners = zip(sequences["group_id"].to_pylist(), sequences["branched_from"].to_pylist(), strict=True)
-    # Branches count where the rollout that they left is elsewhere, as in a dataset of branches
-    groups = len({group for group, origin in owners if origin not in there})
+    # A branch counts if its source rollout is elsewhere, as in a dataset of branches
+    groups = len({group for group, origin in owners if origin not in ids})
     if refused > config.validation.max_quarantine_fraction * requested or groups < config.failures.min_groups:
         raise TooFewSequences(
             f"{what}: {refused} of {requested} rollouts were refused ({result.reasons}), "
@@ -264,23 +311,23 @@ def _filtered(result: Validated) -> int:
 
 
 Said = tuple[str, Any]
-"""One thing that a policy said: ("message", text), ("reasoning", [texts]) or ("call", (name, arguments))."""
+"""One utterance of a policy: ("message", text), ("reasoning", [texts]) or ("call", (name, arguments))."""
 
 
 class DecodedText:
-    """The proof that text and tokens agree: what the policy is said to have said is what its token IDs decode to.
+    """Proof that text and tokens agree: the policy's recorded text equals its decoded token IDs.
 
-    Invariant: text is compared exactly, and tool calls by name and parsed arguments; a rollout is refused only when its record
-    contradicts its tokens. Its model calls are read from the tokens as the engine read them
-    (`roundhouse.generation.chat.message_of`), and its recorded items by their order, so no id or position is trusted.
+    Invariant: text is compared exactly, tool calls by name and parsed arguments. A rollout is refused only if its
+    record contradicts its tokens. Calls are read from the tokens as the engine read them
+    (`roundhouse.generation.chat.calls_of_reply`), recorded items by their order, so no ID or position is trusted.
 
         tokens  [.. 41, 7, 2]  ->  "The answer is 17."   ->  message(The answer is 17.)
         record  message(The answer is 18.)                   refused: text_mismatch
 
-    It reads the files with `tokenizers` alone: validation needs no torch and no transformers.
+    Only `tokenizers` reads the files: validation needs neither torch nor transformers.
 
     Args:
-        hermes: tool calls are written in Hermes' notation, the one that can be read here. Without it, rollouts with tool
+        hermes: tool calls use the Hermes format, the only one that can be read here. Otherwise, rollouts with tool
             calls are not judged.
 
     Raises:
@@ -313,6 +360,7 @@ class DecodedText:
         ids.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self._stops = frozenset(ids)
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._hermes = hermes
 
@@ -322,8 +370,8 @@ class DecodedText:
         Raises:
             Refusal: `text_mismatch`.
         """
-        given = rollout.task.get("responses_create_params", {}).get("input", [])
-        recorded = list(_said_in(rollout.items[1 if isinstance(given, str) else len(given) :]))
+        initial = rollout.task.get("responses_create_params", {}).get("input", [])
+        recorded = list(_said_in(rollout.items[1 if isinstance(initial, str) else len(initial) :]))
         # If no call is on record, none was offered or none was parsed: the text is unchanged.
         called = any(kind == "call" for kind, _ in recorded)
         if called and not self._hermes:
@@ -331,22 +379,23 @@ class DecodedText:
         place = 0
         for turn in rollout.turns:
             ids = turn.generation_token_ids
-            if ids[-1] in self._stops:
-                ids = ids[:-1]
+            if ids[-1] in self._stops | self._special or (turn.finish_reason != "length" and ids[-1] in self._added):
+                ids = ids[:-1]  # the template's end of turn is among the stop tokens without being named in these files
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             message: dict[str, Any] = {"content": text}
             calls: list[dict[str, Any]] = []
             if called and TOOL_CALL_START in text:
-                message["content"], calls = parse_hermes(text, [])
+                ending = self._tokenizer.decode(turn.prompt_token_ids[-PROMPT_ENDING:], skip_special_tokens=False)
+                message["content"], calls = calls_of_reply(text, ending, turn.finish_reason, [], parse_hermes)
             if calls:
                 message["tool_calls"] = calls
             elif not self._special.isdisjoint(ids):
                 message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
-            for said in list(_said_in(assistant_items(message, ""))):
-                found = recorded[place] if place < len(recorded) else None
-                if found != said:
+            for utterance in list(_said_in(assistant_items(message, ""))):
+                record = recorded[place] if place < len(recorded) else None
+                if record != utterance:
                     raise Refusal(
-                        "text_mismatch", f"the tokens say {_short(said)}, the record {_short(found)}", turn.turn
+                        "text_mismatch", f"the tokens say {_short(utterance)}, the record {_short(record)}", turn.turn
                     )
                 place += 1
         if place < len(recorded):
@@ -362,7 +411,7 @@ def _said_in(items: list[dict[str, Any]]) -> Iterable[Said]:
         elif kind == "function_call":
             name, arguments = item["name"], item["arguments"]
             with suppress(ValueError):
-                # In one spelling, also of what equals nothing (NaN)
+                # Compare serialised values, because NaN does not equal itself
                 arguments = json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
             yield "call", (name, arguments)
         elif kind == "message" and item.get("role") == "assistant":
@@ -393,21 +442,21 @@ MISMATCHED = pa.schema(
 
 
 def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, tolerance: float) -> pa.Table:
-    """The proof of log-probabilities: the weights that the iteration was collected with say what the engine recorded.
+    """Prove log-probabilities: the collecting weights must confirm the engine's recorded values.
 
-    Invariant: what weights have learnt from was generated, as recorded, by the version before. The train stage computes these
-    log-probabilities anyway, for every token that it trains on, before the first update; so the proof covers all of them, costs
-    no pass over the model, and works over every train service. A sequence that the weights do not bear out has weight 0 in
-    every term of the loss (`loss.borne_out`) and stands in the dataset `mismatched`; above a share of them the weights become
-    no version.
+    Invariant: only rollouts that the previous version generated, as recorded, change the weights. The train stage
+    computes these log-probabilities anyway, for each token before the first update, so the proof covers all of them,
+    needs no extra pass over the model, and works with every train service. A contradicted sequence gets weight 0 in
+    every term of the loss (`loss.borne_out`) and is listed in the dataset `mismatched`; above a share of them the
+    weights are not published.
 
-    It catches what no single row shows: log-probabilities that were swapped, shifted or made up, answers of other weights under
-    the wanted version's number, and tokens that were changed where no later prompt repeats them.
+    The proof detects errors that no single row shows: log-probabilities that were swapped, shifted or invented, replies
+    of other weights under the right version number, and changed tokens that no later prompt repeats.
 
     Args:
         sequences: the validate stage's dataset.
         columns: the train stage's, one row a sequence in the same order.
-        policy_version: of the weights that `trainer_logprobs` were computed with; sequences of other versions are not judged.
+        policy_version: version of the weights of `trainer_logprobs`; sequences of other versions are not judged.
         tolerance: nats.
     """
     trainer = columns.column("trainer_logprobs").combine_chunks()
@@ -437,8 +486,8 @@ def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, t
 
 
 def tolerance_of(config: RunConfig) -> float | None:
-    """`validation.recompute_tolerance`, or None where engine and trainer compute different distributions by design, and where
-    the rollouts are another run's, whose version numbers say nothing of these weights."""
+    """Return `validation.recompute_tolerance`, or None if engine and trainer use different distributions by design, or
+    if the rollouts are another run's, whose version numbers do not apply to these weights."""
     sampling = config.generation.sampling
     if config.offline is not None or sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k is not None:
         return None
@@ -467,7 +516,7 @@ def vocabulary_size(run: Run) -> int:
     """Number of token IDs of the run's policy.
 
     Raises:
-        StoreError: the run has no starting policy yet.
+        StoreError: the run does not have a starting policy yet.
     """
     location = model_location(run.checkpoint(0).location)
     try:

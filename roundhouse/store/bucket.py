@@ -4,23 +4,33 @@ Invariant: a request either gets its answer or ends in `StoreUnavailable` or the
 of its last attempt; attempts are repeated for what may pass by itself, with growing pauses drawn at random, so that many
 writers that were throttled at once do not come back at once. Nothing here depends on wall-clock time.
 
+Expired credentials are read anew before each further attempt, since a person or a credential process may renew them.
+
+`create` relies on conditional writes (If-None-Match). `verify_conditional_writes` tests a bucket for them: a service that
+ignores the condition lets two writers win.
+
 The limits can be changed by the environment variables ROUNDHOUSE_STORE_RETRY_SECONDS and ROUNDHOUSE_STORE_ATTEMPT_SECONDS.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
-import fsspec
-
+from roundhouse.config.secrets import masked_text
 from roundhouse.errors import ConfigError, InfraError, StoreError
+from roundhouse.http.clients import is_on_this_machine, proxy_note
 from roundhouse.retry import Backoff
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -32,63 +42,170 @@ PAUSES = Backoff(0.1, longest=10.0, spread=0.5)
 CHUNK_BYTES = 16 * 2**20
 """Objects of twice this size and more are written in parts of it, so that a cut costs a part and not the whole."""
 PARTS_IN_FLIGHT = 4
-"""Of one object: this many times `CHUNK_BYTES` is what an upload holds in memory."""
+"""Parts per upload in flight; an upload holds this many times `CHUNK_BYTES` in memory."""
 _MOST_PARTS = 10_000
+_DELETE_SECONDS = 10.0
 
 _CONNECTIONS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "total_max_attempts": 2}}
 _PASSING_STATUS = {408, 409, 429}
 _PASSING_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidTokenId", "RequestExpired", "TokenRefreshRequired"}
+"""S3, MinIO and Ceph name expired credentials by these codes."""
+_BARE_BAD_REQUEST = "400"
+"""Code of a refusal without a body: S3 answers a HEAD with expired credentials so."""
 
 
 class StoreUnavailable(StoreError, InfraError):
     """The bucket did not answer in time. Nothing is damaged; the same work may succeed later."""
 
 
+class NoConditionalWrites(StoreError):
+    """The service of the bucket ignores or refuses If-None-Match, so that it cannot choose one of several writers."""
+
+    def __init__(self, symptom: str) -> None:
+        super().__init__(
+            f"The service at {endpoint() or 'the endpoint of AWS'} {symptom}. Use storage with conditional writes "
+            "(If-None-Match: *), such as AWS S3, MinIO or Ceph: upgrade the service, let the proxy before it pass this header, "
+            "or name another `store`."
+        )
+
+
+class ForeignReply(ConnectionError):
+    """Another program than S3 answered, such as the login page of a network."""
+
+
 def endpoint() -> str | None:
-    """Where buckets are looked for; None: at AWS itself."""
+    """Return the service endpoint; None: AWS."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 def open_bucket() -> Any:
-    """A file system of fsspec for `s3://`; credentials, region and endpoint come from the environment."""
-    filesystem = fsspec.filesystem("s3", use_listings_cache=False, default_fill_cache=False, config_kwargs=_CONNECTIONS)
+    """Return a file system of fsspec for `s3://`. Credentials, region and endpoint come from the environment."""
+    from roundhouse.store.bucket_client import BucketClient
+
+    url = endpoint()
+    direct: dict[str, Any] = {"proxies": {}} if url is not None and is_on_this_machine(url) else {}
+    filesystem = BucketClient(
+        endpoint_url=url, use_listings_cache=False, default_fill_cache=False, config_kwargs=_CONNECTIONS | direct
+    )
     filesystem.retries = 2
     return filesystem
 
 
-def answered(request: Callable[[float], Result]) -> Result:
-    """What the request returns, asked again while its failures may pass.
+def answered(filesystem: Any, request: Callable[[float], Result]) -> Result:
+    """Return the result of the request. Repeat it while its failures may pass.
 
     Args:
+        filesystem: of the bucket; it reads its credentials anew after they have expired.
         request: called with its time limit in seconds.
 
     Raises:
         StoreUnavailable: it still fails when the time is over.
-        OSError: what the bucket says no to, such as FileNotFoundError, or the client, such as a request without credentials.
+        OSError: a refusal of the bucket, such as FileNotFoundError, or of the client, such as a request without credentials.
     """
-    from botocore.exceptions import BotoCoreError, NoCredentialsError
-
     patience, limit = _limit("RETRY", RETRY_SECONDS), _limit("ATTEMPT", ATTEMPT_SECONDS)
-    begun = time.monotonic()
+    start, last = time.monotonic(), None
     for attempts in itertools.count(1):
         try:
+            if last is not None and has_expired_credentials(last):
+                filesystem.connect(refresh=True)
             return request(limit)
         except Exception as error:
             if not may_pass(error):
-                if isinstance(error, NoCredentialsError):
-                    raise PermissionError(str(error)) from error
-                if isinstance(error, BotoCoreError):
-                    raise OSError(f"{type(error).__name__}: {error}") from error
-                raise  # with its own cause, which holds S3's answer
-            spent, pause = time.monotonic() - begun, PAUSES.pause(attempts)
+                _raise_refusal(error)
+            spent, pause = time.monotonic() - start, PAUSES.pause(attempts)
             if spent + pause > patience:
-                last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                raise StoreUnavailable(
-                    f"no answer after {attempts} attempts in {spent:.0f} s, the last with {last}. "
-                    "Is the endpoint (AWS_ENDPOINT_URL) right and up? Start again when it is: what was committed is kept"
-                ) from error
+                raise StoreUnavailable(_last_words(error, attempts, spent)) from error
+            if has_expired_credentials(error) and (last is None or not has_expired_credentials(last)):
+                logger.warning(
+                    "The credentials of the bucket have expired. Waiting up to %.0f s for new ones.", patience
+                )
+            last = error
             time.sleep(pause)
     raise AssertionError("the count never ends")
+
+
+def _raise_refusal(error: Exception) -> NoReturn:
+    """Raise an error of the client as an OSError, and any other with its own cause, which holds S3's answer."""
+    from botocore.exceptions import BotoCoreError, NoCredentialsError
+
+    if isinstance(error, NoCredentialsError):
+        raise PermissionError(str(error)) from error
+    if isinstance(error, BotoCoreError):
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    raise error
+
+
+def _last_words(error: Exception, attempts: int, spent: float) -> str:
+    last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if has_expired_credentials(error):
+        remedy = (
+            "The credentials have expired: renew them (AWS_SESSION_TOKEN, `aws sso login` or the credential process), then "
+            "start again: what was committed is kept"
+        )
+    else:
+        note = proxy_note(endpoint() or "https://s3.amazonaws.com")
+        remedy = (
+            f"Is the endpoint (AWS_ENDPOINT_URL) right and up?{note} Start again when it is: what was committed is kept"
+        )
+    return f"no answer after {attempts} attempts in {spent:.0f} s, the last with {last.rstrip('.')}. {remedy}"
+
+
+def create(filesystem: Any, path: str, data: bytes) -> None:
+    """Create an object by a conditional write.
+
+    Args:
+        path: `bucket/key`.
+
+    Raises:
+        FileExistsError: the object exists.
+        NoConditionalWrites: the service refuses the condition.
+    """
+
+    def request(seconds: float) -> None:
+        try:
+            filesystem.pipe_file(path, data, mode="create", chunksize=CHUNK_BYTES, timeout=seconds)
+        except OSError as error:
+            status = _status_of(error)
+            if status == 412:  # s3fs recognizes it only by a <Condition>, which some services omit
+                raise FileExistsError(path) from error
+            if status in (400, 501) and code_of(error) not in _EXPIRED_CODES | _PASSING_CODES:
+                raise NoConditionalWrites(
+                    f"refuses a conditional write ({status}: {masked_text(str(error))})"
+                ) from error
+            raise
+
+    answered(filesystem, request)
+
+
+@dataclass(frozen=True)
+class BucketProbe:
+    """A test of a bucket's conditional writes. Two probes of one bucket are equal, so that a process makes only the first."""
+
+    endpoint: str | None
+    bucket: str
+    filesystem: Any = field(compare=False)
+    path: str = field(compare=False)
+    """`bucket/key` of an object that the probe makes and deletes."""
+
+
+@functools.cache
+def verify_conditional_writes(probe: BucketProbe) -> None:
+    """Write an object, and reject a service that lets a conditional write replace it.
+
+    Raises:
+        NoConditionalWrites: the service ignores or refuses the condition.
+    """
+    filesystem, path = probe.filesystem, probe.path
+    answered(filesystem, lambda seconds: filesystem.pipe_file(path, b"first", timeout=seconds))
+    try:
+        create(filesystem, path, b"second")
+    except FileExistsError:
+        return
+    finally:
+        with contextlib.suppress(Exception):
+            filesystem.rm_file(path, timeout=_DELETE_SECONDS)
+    raise NoConditionalWrites("ignores the condition of a write and lets a second writer replace an object")
 
 
 def upload(filesystem: Any, path: str, chunks: Iterable[bytes], part_bytes: int = CHUNK_BYTES) -> None:
@@ -102,7 +219,9 @@ def upload(filesystem: Any, path: str, chunks: Iterable[bytes], part_bytes: int 
     place = {"Bucket": bucket, "Key": key}
 
     def call(operation: str, **arguments: Any) -> Any:
-        return answered(lambda seconds: filesystem.call_s3(operation, **place, **arguments, timeout=seconds))
+        return answered(
+            filesystem, lambda seconds: filesystem.call_s3(operation, **place, **arguments, timeout=seconds)
+        )
 
     parts = _parts(chunks, part_bytes)
     first = next(parts, b"")
@@ -119,13 +238,13 @@ def upload(filesystem: Any, path: str, chunks: Iterable[bytes], part_bytes: int 
 
     try:
         with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="upload") as pool:
-            done, sent = [], []
+            uploaded, sent = [], []
             for number, body in enumerate(itertools.chain([first], parts), 1):
                 sent.append(pool.submit(send, number, body))
                 if len(sent) == PARTS_IN_FLIGHT:
-                    done.append(sent.pop(0).result())
-            done += [one.result() for one in sent]
-        call("complete_multipart_upload", MultipartUpload={"Parts": done}, **opened)
+                    uploaded.append(sent.pop(0).result())
+            uploaded += [one.result() for one in sent]
+        call("complete_multipart_upload", MultipartUpload={"Parts": uploaded}, **opened)
     except BaseException as error:
         if code_of(error) == "NoSuchUpload" and filesystem.exists(path):
             return  # it was completed, and the reply was lost
@@ -137,7 +256,7 @@ def upload(filesystem: Any, path: str, chunks: Iterable[bytes], part_bytes: int 
 
 
 def part_bytes_for(size: int) -> int:
-    """Bytes of a part, so that an object of this size has no more parts than S3 takes."""
+    """Return the part size at which an object of this size does not exceed S3's number of parts."""
     return max(CHUNK_BYTES, -(-size // _MOST_PARTS))
 
 
@@ -153,40 +272,56 @@ def _parts(chunks: Iterable[bytes], part_bytes: int) -> Iterator[bytes]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     from aiohttp import ClientError as BrokenReply
     from botocore.exceptions import ConnectionError as Unreachable
-    from botocore.exceptions import HTTPClientError
+    from botocore.exceptions import FlexibleChecksumError, HTTPClientError
     from botocore.parsers import ResponseParserError
 
-    if (response := _response(error)) is not None:
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if has_expired_credentials(error):
+        return True
+    if status := _status_of(error):
         return code_of(error) in _PASSING_CODES or status in _PASSING_STATUS or (status >= 500 and status != 501)
-    passing = (HTTPClientError, Unreachable, BrokenReply, ResponseParserError, TimeoutError, ConnectionError)
-    return isinstance(error, passing)
+    transport = (HTTPClientError, Unreachable, BrokenReply, ResponseParserError, FlexibleChecksumError)
+    return isinstance(error, (*transport, TimeoutError, ConnectionError))
+
+
+def has_expired_credentials(error: BaseException) -> bool:
+    """Return whether a request failed since its credentials are too old, or could not be renewed."""
+    from botocore.exceptions import CredentialRetrievalError, SSOError, TokenRetrievalError
+
+    if isinstance(error, (CredentialRetrievalError, SSOError, TokenRetrievalError)):
+        return True
+    return code_of(error) in _EXPIRED_CODES | {_BARE_BAD_REQUEST}
 
 
 def code_of(error: BaseException) -> str:
-    """S3's code of an error, such as SlowDown; empty when S3 did not say one."""
+    """Return S3's code of an error, such as SlowDown; empty if the reply does not contain one."""
     response = _response(error)
     return "" if response is None else str(response.get("Error", {}).get("Code", ""))
 
 
+def _status_of(error: BaseException) -> int:
+    """Return the HTTP status of S3's answer; 0 if the error is not an answer."""
+    response = _response(error)
+    return 0 if response is None else int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
 def _response(error: BaseException) -> dict[str, Any] | None:
-    """S3's answer: on the client's error, or on the one that s3fs made of it."""
+    """Return S3's response from the client's error, or from the s3fs error that wraps it."""
     for each in (error, error.__cause__):
-        if isinstance(found := getattr(each, "response", None), dict):
-            return found
+        if isinstance(response := getattr(each, "response", None), dict):
+            return response
     return None
 
 
 def _limit(name: str, default: float) -> float:
     variable = f"ROUNDHOUSE_STORE_{name}_SECONDS"
-    given = os.environ.get(variable)
+    value = os.environ.get(variable)
     try:
-        seconds = default if given is None else float(given)
+        seconds = default if value is None else float(value)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 86_400:
-        raise ConfigError(f"{variable} is {given!r}: give seconds, above 0 and below 86400.")
+        raise ConfigError(f"{variable} is {value!r}: give seconds, above 0 and below 86400.")
     return seconds

@@ -1,22 +1,20 @@
-"""Whole directories between this machine and the store.
+"""Transfer of whole directories between this machine and the store.
 
-Invariants: a directory of a checkpoint is handed out only when every file has the digest of its manifest, and a download
-that broke off is never taken for a whole one. Every upload has a place of its own, so nothing that was published is ever
-written again, even if another process believes it drives the run. Of a file only a bounded part is in memory at a time. Of the
-checkpoints that were downloaded from a bucket, `KEPT_DOWNLOADS` stay, the last used, and those that a process reads: it holds a
-lock of the kernel's (flock) on the directory, which ends with the process.
+Invariants: a checkpoint's directory is returned only if every file has the digest of its manifest; an interrupted
+download is never used. Every upload has a separate place, so published files are never written again, even by a process
+that wrongly believes it drives the run. Only a bounded part of a file is in memory. Of the checkpoints downloaded from
+a bucket, the `KEPT_DOWNLOADS` last used ones stay, and those in use: a reader holds a kernel lock (flock) on the
+directory, which ends with its process.
 
     checkpoints/000012/a0002-1f3c9a2e/config.json, model.safetensors …, trainer/…     of the train stage's second attempt
     checkpoints/000012/manifest.json                                                  "directory": "a0002-1f3c9a2e"
 
-A trainer saves into `scratch_beside` the checkpoint, and `upload_model` moves what is there: on a file store the bytes are
-written once (`store_model` does both). What hashes files as it writes them leaves a `FileDigests` beside them, and they are not
-read again. A `StoredModel` names a model in the store, for whichever process loads it.
+A trainer saves into `scratch_beside` the checkpoint, and `upload_model` moves the files: on a file store the bytes are
+written once (`store_model` does both). A writer that hashes its files leaves a `FileDigests` with them, and they are
+not read again. A `StoredModel` names a model in the store for any process that loads it.
 
-`copy_object` copies an object from another directory of a store, without moving its bytes where that is possible. Afterwards
-the object is the target's own. Deleting or replacing it on either side is no matter to the other, because
-objects are replaced, never changed in place. On one file system it is a hard link; in S3 the server copies; else it is read
-and written.
+`copy_object` copies an object from another directory, by a hard link on one file system, by the server in S3, else by
+reading and writing. The copy is independent, because objects are replaced and never changed in place.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -42,7 +40,8 @@ from roundhouse.store.location import Location, NotFound
 from roundhouse.store.stage import FileEntry, Manifest, ModelFiles, Reference, faults_of, model_location, read_manifest
 
 DIGESTS = "digests.json"
-"""Beside files that were hashed as they were written, until they are uploaded; no part of a checkpoint."""
+"""Name of the digest file next to hashed files until their upload; not part of a checkpoint."""
+CACHE_VARIABLE = "ROUNDHOUSE_CACHE"
 KEPT_DOWNLOADS = 4
 """Room for two runs at a time, each with a version that changes every step and a reference that every step reads."""
 _DOWNLOAD = re.compile(r"[0-9a-f]{24}")
@@ -50,18 +49,18 @@ _DOOMED = "deleted-"
 
 
 class FileDigests(BaseModel):
-    """What the writer of a directory's files knows of them, in the directory's `digests.json`."""
+    """Digests of a directory's files from their writer, in the directory's `digests.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
     files: dict[str, FileEntry] = {}
     """By name, with the stamp of the moment in which they were whole."""
     weights_digest: str | None = None
-    """Of the tensors of all its safetensors files."""
+    """Digest of the tensors of all its safetensors files."""
 
     @classmethod
     def beside(cls, directory: Path) -> FileDigests:
-        """Those of a directory; empty if there are none."""
+        """Read the digests of a directory; empty if the file is missing."""
         try:
             return cls.model_validate_json((directory / DIGESTS).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -75,13 +74,13 @@ class FileDigests(BaseModel):
         (directory / DIGESTS).write_text(both.model_dump_json())
 
     def of(self, path: Path) -> FileEntry | None:
-        """What is known of a file, if it is still what it was then."""
+        """Return the entry of a file if the file is unchanged since."""
         entry = self.files.get(path.name)
         unchanged = entry is not None and (path.stat().st_size, disk.stamp(path)) == (entry.size, entry.stamp)
         return entry if unchanged else None
 
     def weights(self, directory: Path) -> str | None:
-        """The digest of the directory's tensors; None where a file is not known, or has changed."""
+        """Return the digest of the directory's tensors; None if a file is unknown or has changed."""
         present = sorted(directory.glob("*.safetensors"))
         return self.weights_digest if present and all(self.of(path) is not None for path in present) else None
 
@@ -115,11 +114,11 @@ def store_model(save: Callable[[Path], None], location: Location, attempt: str) 
 
 
 def upload_model(location: Location, attempt: str, directory: Path, *, move: bool = False) -> ModelFiles:
-    """Write all files of a local directory to a place of their own in a checkpoint.
+    """Write all files of a local directory to a new place in a checkpoint.
 
     Args:
         attempt: name of the stage's attempt that writes it, such as `0002`.
-        move: the directory's files are given up (`scratch_beside`).
+        move: move the directory's files (`scratch_beside`).
     """
     place, entries = own_place(attempt), []
     known = {folder: FileDigests.beside(folder) for folder in [directory, *directory.rglob("*/")]}
@@ -138,8 +137,8 @@ def upload_model(location: Location, attempt: str, directory: Path, *, move: boo
 
 
 def local_directory(checkpoint: Reference, cache: Path) -> Path:
-    """The checkpoint's files on this machine, digests checked: in place on a file store, else downloaded once. What was
-    downloaded is not deleted before this process ends.
+    """Return the checkpoint's files on this machine, with checked digests: in place on a file store, else downloaded
+    once. A download is kept until this process ends.
 
     Raises:
         StoreError: a file is missing or damaged.
@@ -154,7 +153,7 @@ def local_directory(checkpoint: Reference, cache: Path) -> Path:
 
 
 def _downloaded(checkpoint: Reference, cache: Path) -> tuple[Path, int]:
-    """Where a remote checkpoint's files are, and the lock that keeps them there until it is closed."""
+    """Return the directory of a remote checkpoint's files, and the lock that keeps them until it is closed."""
     manifest, target = read_manifest(checkpoint), cache / _downloaded_as(checkpoint)
     while (lock := _locked(target, fcntl.LOCK_SH)) is None:
         _download(Location(checkpoint.uri), manifest, target)
@@ -174,19 +173,28 @@ def _plain_as(location: Location) -> str:
 def _download(location: Location, manifest: Manifest, target: Path) -> None:
     staging = _staging(target.parent)
     try:
-        for name, entry in manifest.model_files.by_name().items():
-            digest, file = hashlib.sha256(), staging / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as stream:
-                for chunk in location.read_streamed(entry.path):
-                    digest.update(chunk)
-                    stream.write(chunk)
-            if digest.hexdigest() != entry.sha256:
-                raise _damaged(location, entry, f"has digest {digest.hexdigest()[:12]}…")
+        download_files(location, manifest.model_files.by_name(), staging)
         os.utime(staging)
         _placed(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def download_files(location: Location, files: Mapping[str, FileEntry], directory: Path) -> None:
+    """Download files under new names and compare each with the digest that was committed.
+
+    Raises:
+        StoreError: a file is missing or damaged.
+    """
+    for name, entry in files.items():
+        digest, path = hashlib.sha256(), directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk.writing(path) as stream:
+            for chunk in location.read_streamed(entry.path):
+                digest.update(chunk)
+                stream.write(chunk)
+        if digest.hexdigest() != entry.sha256:
+            raise _damaged(location, entry, f"has digest {digest.hexdigest()[:12]}…")
 
 
 def _locked(directory: Path, kind: int) -> int | None:
@@ -209,27 +217,27 @@ def _locked(directory: Path, kind: int) -> int | None:
 
 def _delete_unused(cache: Path) -> None:
     """Delete the downloads that no process reads, but the last used."""
-    found = []
+    unused = []
     for path in cache.iterdir():
         with suppress(FileNotFoundError):  # another process deleted it
             if _DOWNLOAD.fullmatch(path.name):
-                found.append((path.stat().st_mtime, path))
-    for _, path in sorted(found, reverse=True)[KEPT_DOWNLOADS:]:
+                unused.append((path.stat().st_mtime, path))
+    for _, path in sorted(unused, reverse=True)[KEPT_DOWNLOADS:]:
         if (lock := _locked(path, fcntl.LOCK_EX)) is not None:
             with suppress(OSError):  # it costs room, and the checkpoint that was asked for is there
                 path.rename(tempfile.mkdtemp(prefix=_DOOMED, dir=cache))
             os.close(lock)
-    for doomed in cache.glob(f"{_DOOMED}*"):  # also what a process that was killed has left
+    for doomed in cache.glob(f"{_DOOMED}*"):  # includes files of killed processes
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
 def directory_checked_meanwhile(checkpoint: Reference, cache: Path) -> Iterator[Path]:
-    """`local_directory` for a block that reads all of it: on a file store the digests are checked while it does, so that one
-    reading of the disk serves both. What the block made of the files counts once it has ended without an error.
+    """Yield `local_directory` to a block that reads all of it. On a file store the digests are checked at the same
+    time, so that the disk is read once. The block's results are valid only after the block ends without an error.
 
     Raises:
-        StoreError: a file is missing or damaged, whatever the block has raised of it.
+        StoreError: a file is missing or damaged, even if the block raised another error.
     """
     location = Location(checkpoint.uri)
     if not location.is_local:
@@ -266,7 +274,8 @@ def _damaged(location: Location, entry: FileEntry, what: str) -> StoreError:
 
 
 def plain_directory(location: Location, cache: Path) -> Path:
-    """The files right in a model's directory whose digests are not needed: in place on a file store, else downloaded once."""
+    """Return the top-level files of a model's directory without digest checks: in place on a file store, else
+    downloaded once."""
     location = model_location(location)
     if location.is_local:
         return location.local_path
@@ -298,13 +307,13 @@ class StoredModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     uri: str
-    """Of a checkpoint, or of a plain model directory."""
+    """URI of a checkpoint or of a plain model directory."""
     checkpoint: Reference | None = None
-    """Whose digests hold; None: a plain directory, whose files right in it are all that is read."""
+    """Checkpoint whose digests are checked; None: a plain directory, of which only top-level files are read."""
     below: str = ""
     """Such as `trainer/critic`."""
     cache: Path | None = Field(default=None, exclude=True)
-    """Where this machine keeps what has to be downloaded."""
+    """Cache directory of this machine for downloads."""
 
     @classmethod
     def of(cls, checkpoint: Reference, cache: Path) -> StoredModel:
@@ -317,7 +326,7 @@ class StoredModel(BaseModel):
         return f"{self.uri}/{self.below}".rstrip("/")
 
     def is_dir(self) -> bool:
-        """Whether it has a file."""
+        """Return whether it contains a file."""
         if self.checkpoint is not None:
             names = list(read_manifest(self.checkpoint).model_files.by_name())
         else:
@@ -335,10 +344,10 @@ class StoredModel(BaseModel):
             yield directory
 
     def read_file(self, name: str) -> bytes:
-        """One file of it, such as `config.json`.
+        """Read one of its files, such as `config.json`.
 
         Raises:
-            NotFound: it has none of that name.
+            NotFound: a file of this name is missing.
         """
         name = f"{self.below}/{name}".removeprefix("/")
         if self.checkpoint is None:
@@ -349,14 +358,14 @@ class StoredModel(BaseModel):
 
     @property
     def cached_as(self) -> str:
-        """Its name in the cache, where it has to be downloaded."""
+        """Return its name in the cache, for a model that must be downloaded."""
         if self.checkpoint is None:
             return _plain_as(model_location(Location(self.uri)))
         return _downloaded_as(self.checkpoint)
 
 
 class LoadedModels:
-    """What one process has loaded into its memory by way of a cache of its own: of each role the last one stays there."""
+    """Models that one process has loaded through a separate cache; the last one of each role stays in memory."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -402,10 +411,10 @@ def on_this_machine(model: ModelSource, state: ModelSource | None) -> Iterator[t
 
 
 def take_over(origin: Reference, location: Location, attempt: str, state: Reference | None = None) -> ModelFiles:
-    """Make the files of a checkpoint those of an attempt at another one.
+    """Copy the files of a checkpoint to an attempt at another one.
 
     Args:
-        state: the stage of the trainer's state, where the checkpoint does not hold it.
+        state: the stage of the trainer's state, if the checkpoint does not hold it.
 
     Raises:
         StoreError: a file is missing, or can be neither linked nor copied.
@@ -416,17 +425,18 @@ def take_over(origin: Reference, location: Location, attempt: str, state: Refere
         theirs = source / manifest.directory if manifest.directory else source
         for name, entry in manifest.model_files.by_name().items():
             stamp = copy_object(theirs, location / place, name)
-            # A link has its origin's stamp, which tells whether that still is what was committed there; a copy has to be read.
-            kept = stamp if source.is_local and stamp == entry.stamp else None
-            entries.append(entry.model_copy(update={"path": f"{place}/{name}", "stamp": kept}))
+            # A link keeps its origin's stamp, which shows whether the origin is unchanged since its commit; a copy
+            # must be read.
+            link_stamp = stamp if source.is_local and stamp == entry.stamp else None
+            entries.append(entry.model_copy(update={"path": f"{place}/{name}", "stamp": link_stamp}))
     return ModelFiles(directory=place, files=entries)
 
 
 def copy_object(source: Location, target: Location, name: str) -> str:
-    """Make the source's object the target's, under the same name; its stamp there.
+    """Copy the source's object to the target under the same name, and return the copy's stamp.
 
     Raises:
-        NotFound: the source has none.
+        NotFound: the source does not have the object.
         StoreError: it can be neither linked nor copied.
     """
     target.exists(name)  # refuses names that would lead out of the directory
@@ -441,7 +451,8 @@ def copy_object(source: Location, target: Location, name: str) -> str:
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Whether the target is the source's file now. Not every file system links, and none links to another."""
+    """Try to link the target to the source's file and return whether it succeeded. Links need one file system that
+    supports them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
@@ -455,5 +466,13 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def checkpoint_cache(config: RunConfig) -> Path:
-    """Where checkpoints of a remote store, and warm starts, are kept on this machine."""
+    """Return the directory of this machine for checkpoints of a remote store."""
     return Path(config.infra.state) / "cache"
+
+
+def policy_cache(config: RunConfig) -> Path:
+    """Return the directory of this machine for warm starts and converted models: `ROUNDHOUSE_CACHE`, else that of checkpoints.
+
+    Entries are stored under the digest of their inputs, so runs with different state directories can share one cache.
+    """
+    return Path(os.environ.get(CACHE_VARIABLE) or checkpoint_cache(config))

@@ -1,34 +1,40 @@
 """Objects of a store on a file system.
 
-Invariants: an object appears under its name whole or not at all, also when the power goes: its bytes are on the disk before its
-name is, and its name before the call returns, with the names of directories that were made for it. A name never leads out of
-its directory, also not through a link. A temporary file that is deleted meanwhile is written again.
+Invariants: an object appears under its name whole or not at all, even after a power failure: its bytes are on the disk
+before its name, and its name, with the names of new directories, before the call returns. A name never leads out of its
+directory, not even through a link. A temporary file that is deleted during a write is written again.
 
-A file's *stamp* is its time of modification, which `settle` sets a second back: whatever is written to the file later, also
-within the same tick of the kernel's clock, gives it another. So a file with the stamp of the moment in which its bytes were
-hashed holds these bytes, as far as programs change them; what a failing disk changes shows when they are read.
+A file's *stamp* is its modification time, which `settle` sets back by a second, so that any later write, even within
+the same tick of the kernel's clock, changes it. A file with the stamp of the moment of its hashing therefore holds the
+hashed bytes, unless the disk failed, which shows when they are read.
 
-What this rests on: rename and link are atomic, and fsync means what it says. Network file systems vary.
+Assumptions: rename and link are atomic, and fsync is honest. Network file systems vary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import io
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from roundhouse.errors import StoreError
 
 Buffer = bytes | bytearray | memoryview
 _TRIES = 5
-"""Of a write whose temporary file vanishes: each is another deletion in the same moment."""
+"""Number of writes if the temporary file vanishes, once per concurrent deletion."""
 CHUNK_BYTES = 4 * 2**20
-"""What of a file is in memory at a time."""
+"""Part of a file that is in memory at a time."""
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITE_ERRORS = NO_ROOM | {errno.EIO, errno.EROFS}
 _SETTLED_NS = 1_000_000_000
 _TEMPORARY = re.compile(r"(?:^|/)\.[^/]+\.[0-9a-f]{32}$")
 
@@ -50,7 +56,7 @@ def create(target: Path, data: bytes) -> None:
 def replace_streamed(target: Path, chunks: Iterable[Buffer]) -> str:
     """Write the object as its bytes come, whatever was there; its stamp."""
     _make_directory(target.parent)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("wb") as stream:
             for chunk in chunks:
@@ -83,8 +89,8 @@ def settle(path: Path, *, sync: bool = True) -> str:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        found = os.fstat(descriptor)
-        os.utime(descriptor, ns=(found.st_atime_ns, found.st_mtime_ns - _SETTLED_NS))
+        status = os.fstat(descriptor)
+        os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns - _SETTLED_NS))
         if sync:
             os.fsync(descriptor)
         return str(os.fstat(descriptor).st_mtime_ns)
@@ -93,8 +99,8 @@ def settle(path: Path, *, sync: bool = True) -> str:
 
 
 def begin_write_back(descriptor: int, begin: int, size: int) -> None:
-    """Have the kernel begin to put these bytes of a file on the disk, without waiting. Otherwise it keeps gigabytes in memory
-    before it does, and whoever calls fsync waits for all of them. Nothing where the system does not offer it (Linux does)."""
+    """Ask the kernel to write these bytes of a file to the disk, without waiting. Otherwise it collects gigabytes in
+    memory, and the caller of fsync waits for all of them. Without support by the system (Linux has it), do nothing."""
     if (call := getattr(_LIBC, "sync_file_range", None)) is not None:
         call(descriptor, ctypes.c_int64(begin), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
@@ -107,11 +113,44 @@ def stamp(path: Path) -> str:
     return str(path.stat().st_mtime_ns)
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.FileIO]:
+    """Open a regular file for reading, unbuffered. A fifo or a device is an error, because opening it could wait for
+    its writer.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with io.FileIO(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        yield stream
+
+
 def chunks_of(path: Path) -> Iterator[bytes]:
     """A file's bytes, a bounded part at a time."""
-    with path.open("rb", buffering=0) as stream:
+    with opened(path) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a path in the error of a write to it. The system names it only if the file cannot be opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _WRITE_ERRORS:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for the block, and name it in an error of a write."""
+    with naming(path), path.open("wb") as stream:
+        yield stream
 
 
 def _place(put: Callable[[Path, Path], None], target: Path, data: bytes) -> None:
@@ -129,14 +168,19 @@ def _place(put: Callable[[Path, Path], None], target: Path, data: bytes) -> None
     sync_directory(target.parent)
 
 
+def temporary_name(name: str) -> str:
+    """Return a new name for a write to the object of this name."""
+    return f".{name}.{uuid.uuid4().hex}"
+
+
 def is_temporary(name: str) -> bool:
-    """Whether an object's name is that of a write that was not finished, or is under way."""
+    """Return whether an object's name belongs to an unfinished write."""
     return _TEMPORARY.search(name) is not None
 
 
 def unchanged_since(root: str, names: Iterable[str], seconds: float) -> list[str]:
-    """Those of the files that were not changed for so long, by the clock of the file system itself: its own mark of a file
-    that is written now is what theirs are held against."""
+    """Return the files that have not changed for so long. A file written now gives the file system's present time for
+    the comparison."""
     probe = _write_temporary(Path(root, "probe"), b"")
     try:
         now = probe.stat().st_mtime
@@ -168,15 +212,15 @@ def tree(root: str) -> list[str]:
     """Names of all files below, relative, sorted. Links to directories are not followed."""
 
     def raised(error: OSError) -> None:
-        # A directory that went while its parent was listed holds nothing; one that cannot be read is an error
+        # A directory that vanished during the listing is empty; one that cannot be read is an error
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 
-    found = []
+    paths = []
     for folder, _, names in os.walk(root, onerror=raised):
         relative = os.path.relpath(folder, root)
-        found += [name if relative == "." else f"{relative}/{name}" for name in names]
-    return sorted(found)
+        paths += [name if relative == "." else f"{relative}/{name}" for name in names]
+    return sorted(paths)
 
 
 def delete_tree(root: str) -> None:
@@ -187,7 +231,7 @@ def delete_tree(root: str) -> None:
 
 def _write_temporary(target: Path, data: bytes) -> Path:
     _make_directory(target.parent)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

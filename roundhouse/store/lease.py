@@ -1,24 +1,24 @@
-"""One driver per run: a lease that decides which process may write, and names it.
+"""One driver per run: a lease decides which process may write.
 
-    <run>/lease/000001.json     the first driver's record, rewritten by it alone while it drives
-    <run>/lease/000002.json     the second's, which found the first gone
+    <run>/lease/000001.json     record of the first driver, rewritten by it alone while it drives
+    <run>/lease/000002.json     record of the second, which found the first gone
 
-Invariants: the driver of a run is the one whose record has the highest number, its *token*; a token is claimed by creating its
-record, which succeeds for one of several (a link on a disk, If-None-Match in a bucket), and is never given out again. Before
-it commits anything, a driver looks whether the next token was claimed; if so, it stops with `LeaseLost`.
+Invariants: the driver of a run is the process whose record has the highest number, its *token*. Creating the record
+claims the token and succeeds for one of several processes (a link on a disk, If-None-Match in a bucket); tokens are not
+reused. Before each commit, the driver checks that the next token is free; otherwise it stops with `LeaseLost`.
 
-No clock is compared with another. A driver that waits sees the record change, then its writer lives (`RunDriven`), or sees it
-unchanged over a time that it measures itself, then it claims the next token. A record that was given back, or whose process on
-this machine is gone, is over at once.
+No two clocks are compared. A waiting driver sees the record change (its writer lives: `RunDriven`), or measures that it
+stays unchanged and claims the next token. A returned record, or one whose process on this machine is gone, is over at
+once.
 
-Processes that work for a driver (a training step, shards of a collection, as children or Jobs) commit nothing: what they
-write has names of their own, and counts once the driver commits it. So the next driver may take over a Job under way.
+Worker processes of a driver (a training step, shards of a collection, as children or Jobs) commit nothing: their files
+have separate names and count once the driver commits them. The next driver can therefore take over a running Job.
 
-Ten times a second a driver also writes what CPU time it has used into a file of this machine's temporary directory. What was
-written there outlives a killed process, without a wait for the store: the next driver here takes it over into the record.
+Ten times a second a driver also writes its working time and CPU time into a temporary file of this machine. The next
+driver here adds this figure of a killed process to its record.
 
-A driver that is stopped exactly between its look and the creation of a manifest still commits that one stage, whole and under
-its old token; the other is handed it, as of any two writers.
+A driver that is paused exactly between its check and the creation of a manifest still commits that one stage under its
+old token; the other driver receives this result, as after any two writers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _RENEWALS = 6
 """In that time; all but one may come late."""
 _LOOK_SECONDS = 1.0
 _METER_SECONDS = 0.1
-_METERED = struct.Struct("dd")
+_METERED = struct.Struct("ddd")
 _RECORD = re.compile(r"(\d{6,})\.json")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -65,7 +65,7 @@ class LeaseRecord(BaseModel):
 
     token: int
     nonce: str
-    """Tells it from a driver of an earlier run of this id, which was deleted."""
+    """Distinguishes the driver from drivers of a deleted run with the same ID."""
     host: str
     pid: int
     born: float | None
@@ -78,21 +78,24 @@ class LeaseRecord(BaseModel):
     """Unchanged for so long, the record is over."""
     renewals: int = 0
     cpu_seconds: float = 0.0
-    """What the driver's process and its programs on this machine (`roundhouse.cpu`) have used since it claimed the token, at
-    the last renewal. Of one that was killed, all but the last tenth of a second; where no driver has followed on this
-    machine, all but what they used in a sixth of `seconds`."""
+    """CPU seconds of the driver's process and its programs on this machine (`roundhouse.cpu`) since it claimed the
+    token, at the last renewal. For a killed driver, the last tenth of a second is missing; without a later driver on
+    this machine, up to a sixth of `seconds`."""
     lost_cpu_seconds: float = 0.0
-    """Of these, what programs used that ended without a result."""
+    """Part of these that programs without a result used."""
+    wall_seconds: float = 0.0
+    """Since it claimed the token, by its own clock, as exactly as `cpu_seconds`; 0 in a record of an older version."""
     released: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Whether the driver is known to be gone: it gave the lease back, or was a process of this machine that has ended."""
+        """Return whether the driver is known to be gone: it returned the lease, or was a process of this machine that
+        has ended."""
         return self.released or (not self.is_elsewhere and self.born is not None and not is_alive(self.pid, self.born))
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the driver is a process of another machine or pod, whose end cannot be seen from here."""
+        """Return whether the driver is a process of another machine or pod, whose end is not visible from here."""
         return self.machine != _machine()
 
     def __str__(self) -> str:
@@ -137,13 +140,13 @@ class Fence(BaseModel):
 
 
 class Lease:
-    """A claimed token, renewed in the background until it is given back."""
+    """A claimed token, renewed in the background until it is returned."""
 
     def __init__(self, run: Location, record: LeaseRecord) -> None:
         self.fence = Fence(run=run.uri, token=record.token, nonce=record.nonce)
         self._place = run / DIRECTORY
         self._record = record
-        self._began_cpu = _used()
+        self._began = _used()
         self._meter = _Meter(record)
         self._error: LeaseLost | None = None
         self._ended = threading.Event()
@@ -163,7 +166,7 @@ class Lease:
         _write(self._place, self._record)
 
     def check(self) -> None:
-        """As `Fence.check`; what was lost stays lost."""
+        """Check as `Fence.check` does; a lost lease stays lost."""
         self.refuse_lost()
         try:
             self.fence.check()
@@ -172,7 +175,7 @@ class Lease:
             raise
 
     def refuse_lost(self) -> None:
-        """As `check`, by what is known already."""
+        """Check as `check` does, without reading the store."""
         if self._error is not None:
             raise self._error
 
@@ -188,8 +191,8 @@ class Lease:
 
     def _used(self) -> dict[str, float]:
         """Fields of the record."""
-        found = zip(("cpu_seconds", "lost_cpu_seconds"), _used(), self._began_cpu, strict=True)
-        return {name: round(now - before, 3) for name, now, before in found}
+        seconds = zip(_MEASURED, _used(), self._began, strict=True)
+        return {name: round(now - before, 3) for name, now, before in seconds}
 
     def _keep(self) -> None:
         renewed = time.monotonic()
@@ -208,29 +211,28 @@ class Lease:
 
 
 class _Meter:
-    """CPU seconds of a driver, in a file that its nonce names: memory of the system's, which a killed process leaves."""
+    """CPU and wall seconds of a driver, in a file that its nonce names: memory of the system, which a killed process leaves."""
 
     def __init__(self, record: LeaseRecord) -> None:
         self._path = Path(tempfile.gettempdir()) / f"roundhouse-driver-{record.nonce}"
 
     def write(self, used: dict[str, float]) -> None:
-        """Replace what was written; a full disk, say, is no reason for a driver to stop."""
+        """Replace the record. Ignore errors such as a full disk, because they must not stop a driver."""
         with contextlib.suppress(OSError):
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
-                os.pwrite(file, _METERED.pack(used["cpu_seconds"], used["lost_cpu_seconds"]), 0)
+                os.pwrite(file, _METERED.pack(*(used[name] for name in _MEASURED)), 0)
             finally:
                 os.close(file)
 
     def read(self) -> dict[str, float]:
-        """Fields of the record; none where nothing was written."""
+        """Return the fields of the record; empty if it was not written."""
         try:
             if self._path.lstat().st_uid != os.getuid():
                 return {}
-            cpu_seconds, lost = _METERED.unpack(self._path.read_bytes())
+            return dict(zip(_MEASURED, _METERED.unpack(self._path.read_bytes()), strict=True))
         except (OSError, struct.error):
             return {}
-        return {"cpu_seconds": cpu_seconds, "lost_cpu_seconds": lost}
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -240,25 +242,25 @@ def _metered(record: LeaseRecord) -> LeaseRecord:
     """The record of a driver of this machine that was killed, with all that its meter has."""
     if record.released or not record.is_over:
         return record
-    found = _Meter(record).read()
-    return record.model_copy(update={name: max(value, getattr(record, name)) for name, value in found.items()})
+    fields = _Meter(record).read()
+    return record.model_copy(update={name: max(value, getattr(record, name)) for name, value in fields.items()})
 
 
 class LeaseWatch:
-    """What a driver that waits makes of another's record."""
+    """A waiting driver's observation of another driver's record."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int] | None = None
         self._silent = 0.0
 
     def is_over(self, holder: LeaseRecord, seconds: float) -> bool:
-        """Whether the record may be followed by the next, `seconds` after the last look at it.
+        """Return whether the next record may follow this one, `seconds` after the last check.
 
-        A look that comes late, since this process stood still or the store did not answer, counts as one in time: the other
-        may have stood still for the same reason.
+        A late check, because this process was paused or the store did not answer, counts as a timely one: the other
+        driver may have been paused for the same reason.
 
         Raises:
-            RunDriven: it was renewed meanwhile.
+            RunDriven: the record was renewed in the meantime.
         """
         mark = (holder.nonce, holder.renewals)
         if self._seen is None or self._seen[0] != holder.nonce:
@@ -279,8 +281,8 @@ def _announce(line: str) -> None:
 
 
 def holder(run: Location) -> LeaseRecord | None:
-    """The driver of the run of this directory; None if there is none, as far as one look can say: a driver that was lost on
-    another machine is still named."""
+    """Return the driver of the run of this directory, or None. A driver that was lost on another machine is still
+    named, because one check cannot detect its end."""
     newest = _newest(run / DIRECTORY)
     return None if newest is None or newest.is_over else newest
 
@@ -293,30 +295,30 @@ def all_drivers(run: Location) -> list[LeaseRecord]:
 
 
 def fence_of(run: Location) -> Fence | None:
-    """What this process acts under for the run; None where it does not drive it."""
-    held = _held.get(run.uri)
-    return None if held is None else held.fence
+    """Return this process's fence for the run; None if it does not drive the run."""
+    lease = _held.get(run.uri)
+    return None if lease is None else lease.fence
 
 
 def refuse_lost(run: Location) -> None:
-    """Stop work for a run whose lease this process is known to have lost; reads nothing.
+    """Stop work for a run whose lease this process is known to have lost, without reading the store.
 
     Raises:
         LeaseLost: the text names the process that drives it now.
     """
-    if (held := _held.get(run.uri)) is not None:
-        held.refuse_lost()
+    if (lease := _held.get(run.uri)) is not None:
+        lease.refuse_lost()
 
 
 @contextlib.contextmanager
 def driving(run: Location, say: Callable[[str], None] = _announce) -> Iterator[Lease]:
-    """Drive the run for the block; within a block of this process for the same run, it is that one's lease.
+    """Drive the run in the block. A nested block of this process for the same run shares the lease.
 
     Args:
-        say: given a line where another's record has to be watched first.
+        say: called with a line if another driver's record has to be watched first.
 
     Raises:
-        RunDriven: another process does.
+        RunDriven: another process drives the run.
     """
     if (outer := _held.get(run.uri)) is not None:
         yield outer
@@ -329,7 +331,7 @@ def driving(run: Location, say: Callable[[str], None] = _announce) -> Iterator[L
         del _held[run.uri]
         try:
             lease.release()
-        except StoreError as error:  # what ended the block, if anything did, is the error to be told
+        except StoreError as error:  # the block's exception, if any, is the error to report
             logger.warning("The lease of %s is not given back and is over by itself: %s", run.uri, error)
 
 
@@ -354,22 +356,23 @@ def take(run: Location, say: Callable[[str], None] = _announce) -> Lease:
 
 
 def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease | None, LeaseRecord | None]:
-    """One look, `seconds` after the last: the lease, or whose record has to be watched; neither where another was quicker.
+    """Try to take the lease, `seconds` after the last try. Return the lease or the record to watch; neither if another
+    process was faster.
 
     Raises:
-        RunDriven: as `take`.
+        RunDriven: see `take`.
     """
     place = run / DIRECTORY
     newest = _newest(place)
     if newest is not None and not watch.is_over(newest, seconds):
         return None, newest
-    given = os.environ.get("ROUNDHOUSE_STORE_LEASE_SECONDS")
+    value = os.environ.get("ROUNDHOUSE_STORE_LEASE_SECONDS")
     try:
-        limit = SECONDS if given is None else float(given)
+        limit = SECONDS if value is None else float(value)
     except ValueError:
         limit = -1.0
     if not 1 <= limit <= 3600:
-        raise ConfigError(f"ROUNDHOUSE_STORE_LEASE_SECONDS is {given!r}: give seconds, 1 to 3600.")
+        raise ConfigError(f"ROUNDHOUSE_STORE_LEASE_SECONDS is {value!r}: give seconds, 1 to 3600.")
     record = LeaseRecord(
         token=1 if newest is None else newest.token + 1,
         nonce=uuid.uuid4().hex,
@@ -394,7 +397,7 @@ def try_to_take(run: Location, watch: LeaseWatch, seconds: float) -> tuple[Lease
 
 def _newest(place: Location) -> LeaseRecord | None:
     """The record of the highest token. A listing may be late, so the ones after it are asked for by name."""
-    listed = [int(found[1]) for name in place.names() if (found := _RECORD.fullmatch(name)) is not None]
+    listed = [int(match[1]) for name in place.names() if (match := _RECORD.fullmatch(name)) is not None]
     newest = _read(place, max(listed, default=0))
     while (later := _read(place, 1 if newest is None else newest.token + 1)) is not None:
         newest = later
@@ -424,10 +427,14 @@ def _pause(holder: LeaseRecord) -> float:
     return min(_LOOK_SECONDS, holder.seconds / _RENEWALS)
 
 
-def _used() -> tuple[float, float]:
-    """CPU seconds of this process and its programs; of its lost programs."""
+_MEASURED = ("cpu_seconds", "lost_cpu_seconds", "wall_seconds")
+"""Fields of a record that its driver measures, in the order of `_used`."""
+
+
+def _used() -> tuple[float, float, float]:
+    """CPU seconds of this process and its programs; of its lost programs; seconds of a clock."""
     of_programs, lost = programs_seconds()
-    return time.process_time() + of_programs, lost
+    return time.process_time() + of_programs, lost, time.monotonic()
 
 
 def _machine() -> str:

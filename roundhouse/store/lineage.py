@@ -1,13 +1,14 @@
-"""A run's identity, and where a run comes from when it does not begin at the beginning: the checkpoint of another run.
+"""A run's identity and lineage: the checkpoint of another run from which it starts.
 
-Invariant: a fork owns what it needs. It takes version 0 (the reference policy) and the version that it starts from into its own
-directory, so retention, garbage collection and deletion in the parent cannot take anything from it. On one file system that is
-a hard link and costs no bytes; inside of S3 the server copies, and nothing passes through this machine.
+Invariant: a fork owns its inputs. It copies version 0 (the reference policy) and its starting version into its
+directory, so retention, garbage collection and deletion in the parent do not affect it. On one file system the copy is
+a hard link without bytes; in S3 the server copies.
 
     runs/wide/run.json   "parent": {"run_id": "base", "uid": "…", "version": 12, "checkpoint": {"uri": …, "digest": …}}
     runs/wide/checkpoints/000000/  000012/      the parent's files under manifests of the fork; it trains 000013 next
 
-A run's identity (`run.json`) is created once, and valid only while its configuration has the digest that was recorded with it.
+A run's identity (`run.json`) is created once, and is valid only while it and its configuration have their recorded
+digests.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from roundhouse import __version__
 from roundhouse.config.loading import config_digest, differences, digest_of_tree, parse_config
@@ -49,16 +50,16 @@ class Parent(BaseModel):
 
     run_id: str
     uid: str
-    """Of the parent run."""
+    """Unique ID of the parent run."""
     version: int
     checkpoint: Reference
 
 
 def parent_at(path: str) -> Parent:
-    """The run and version whose checkpoint is at this URI.
+    """Return the run and version whose checkpoint is at this URI.
 
     Raises:
-        ConfigError: no complete checkpoint of a run is there; those that are there get listed.
+        ConfigError: no complete checkpoint of a run is at the URI; the text lists the existing ones.
     """
     location = Location(path)
     if (place := _PLACE.fullmatch(location.uri)) is None:
@@ -110,8 +111,8 @@ def adopt_checkpoints(run: Run, take: Take = take_over) -> Reference:
     """
     assert run.parent is not None, "only a fork adopts"
     parent = run.parent
-    if (done := run.checkpoint(parent.version).reference()) is not None:
-        return done
+    if (earlier := run.checkpoint(parent.version).reference()) is not None:
+        return earlier
     if parent.version > 0 and run.checkpoint(0).reference() is None:
         _adopt(run, 0, _parents_reference(parent, 0), take_over)
     reference = _adopt(run, parent.version, _parents_reference(parent, parent.version), take)
@@ -132,7 +133,7 @@ def _adopt(run: Run, version: int, origin: Reference, take: Take) -> Reference:
 
 def _parents_reference(parent: Parent, version: int) -> Reference:
     if version == parent.version:
-        read_manifest(parent.checkpoint)  # raises when it is gone, or another than the one that was recorded
+        read_manifest(parent.checkpoint)  # raises if it is gone or differs from the recorded one
         return parent.checkpoint
     location = _checkpoints(_run_of(parent)) / f"{version:06d}"
     reference = Stage(location, kind=StageKind.CHECKPOINT, run_id=parent.run_id, iteration=version).reference()
@@ -162,15 +163,22 @@ def _identity(run: str) -> dict[str, Any]:
 
 
 IDENTITY = "run.json"
+FIRST_DRAW = "first_draw"
+"""In an identity: the iteration that draws the first tasks of the first epoch."""
+
+
+def first_draw_of(identity: dict[str, Any]) -> int:
+    """Return the iteration that draws the first tasks of the first epoch: 1; 0 in runs of older versions and their forks."""
+    return int(identity.get(FIRST_DRAW, 0))
 
 
 def create_identity(
     location: Location, config: RunConfig, parent: Parent | None, **more: Any
 ) -> tuple[dict[str, Any], bool]:
-    """The identity of the run at `location`, and whether it was created here rather than before.
+    """Return the identity of the run at `location`, and whether this call created it.
 
     Args:
-        more: what is recorded besides, as JSON.
+        more: further recorded fields, as JSON.
     """
     identity: dict[str, Any] = {
         "run_id": config.run_id,
@@ -180,8 +188,10 @@ def create_identity(
         "config_digest": config_digest(config),
         "code_version": code_version(),
         "parent": None if parent is None else parent.model_dump(mode="json"),
+        FIRST_DRAW: 1 if parent is None else first_draw_of(_identity(_run_of(parent))),
         **more,
     }
+    identity["identity_digest"] = _digest_of_identity(identity)
     try:
         location.create(IDENTITY, (json.dumps(identity, indent=1) + "\n").encode())
     except AlreadyExists:
@@ -190,24 +200,52 @@ def create_identity(
 
 
 def read_identity(location: Location) -> dict[str, Any]:
-    """The identity of the run in this directory, its configuration under today's names.
+    """Return the identity of the run in this directory, with its configuration under current names.
 
     Raises:
-        NotFound: there is no run.
+        NotFound: the run does not exist.
         StoreError: it is damaged, or its configuration is not the one that the run was created with.
     """
     data, place = location.read(IDENTITY), f"{location.uri}/{IDENTITY}"
     try:
         identity: dict[str, Any] = json.loads(data)
-        found, recorded = digest_of_tree(identity["config"]), identity["config_digest"]
-    except (ValueError, KeyError, TypeError) as error:
+        _Identity.model_validate(identity)
+        digest, recorded = digest_of_tree(identity["config"]), identity["config_digest"]
+        whole = _digest_of_identity(identity)
+        config = translated(identity["config"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise StoreError(f"{place} is damaged: {key}: {first['msg']}. Restore it from a copy.") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{place} is damaged: {error!r}. Restore it from a copy.") from error
-    if found != recorded:
+    if digest != recorded:
         raise StoreError(
-            f"{place}: its configuration has the digest {found}, and the run was created with {recorded}: somebody has edited "
+            f"{place}: its configuration has the digest {digest}, and the run was created with {recorded}: somebody has edited "
             "it. Restore it from a copy. A run goes on with other settings by --set, or as a fork."
         )
-    return identity | {"config": translated(identity["config"])}
+    if identity.get("identity_digest", whole) != whole:  # missing in runs of earlier versions
+        raise StoreError(
+            f"{place} has the digest {whole}, and was created with {identity['identity_digest']}: somebody has edited it. "
+            "Restore it from a copy."
+        )
+    return identity | {"config": config}
+
+
+class _Identity(BaseModel):
+    """Form of run.json."""
+
+    run_id: str
+    uid: str
+    created_at: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    config: dict[str, Any]
+    config_digest: str
+    code_version: str = ""
+    parent: Parent | None = None
+
+
+def _digest_of_identity(identity: dict[str, Any]) -> str:
+    return digest_of_tree({key: value for key, value in identity.items() if key != "identity_digest"})
 
 
 @functools.cache

@@ -1,26 +1,29 @@
-"""A directory of the store on a file system or in a bucket, with the few operations that commits are built from.
+"""A directory of the store on a file system or in a bucket, with the few operations that commits need.
 
 Contract, the same for file:// and s3://:
-* `write` replaces a whole object or leaves it as it was: no reader ever sees half of one.
+* `write` replaces a whole object or leaves it unchanged: a reader never sees a part of one.
 * `create` succeeds for exactly one of several writers (rename-free link on a file system, If-None-Match on S3); the
   others get `AlreadyExists`.
-* `names` and `tree` are never served from a cache of ours, but a bucket may list late: it may lack the newest objects and show
-  deleted ones. Nothing may be taken for absent because it is not listed, nor for present because it is; `read` tells.
-* A name cannot leave its directory, also not through a link.
-Every failure is a `StoreError` that names the object and, where there is one, the remedy.
+* `names` and `tree` are never served from a cache of ours, but a bucket may list late: new objects may be missing and
+deleted
+  ones listed. Only `read` shows whether an object exists.
+* A name cannot leave its directory, not even through a link.
+Every failure is a `StoreError` that names the object and the remedy, if one is known.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,6 @@ from roundhouse.store.bucket import StoreUnavailable
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]*(/[A-Za-z0-9][A-Za-z0-9._=-]*)*")
 _LONGEST_PART, _LONGEST_NAME = 200, 800
 """File systems take 255 bytes a part, a temporary name needs some of them; S3 takes 1024 for the key."""
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class AlreadyExists(StoreError):
@@ -44,7 +46,7 @@ class AlreadyExists(StoreError):
 
 
 class NotFound(StoreError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class NoBucket(StoreError):
@@ -53,7 +55,7 @@ class NoBucket(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
-    """What was written."""
+    """Size, digest and stamp of a written object."""
 
     size: int
     sha256: str
@@ -62,7 +64,7 @@ class WrittenObject:
 
 
 class _Waiting:
-    """How long this process has waited for stores: the seconds in which at least one of its threads did."""
+    """Seconds in which at least one thread of this process waited for a store."""
 
     def __init__(self) -> None:
         self._lock, self._threads, self._since, self._before = threading.Lock(), 0, 0.0, 0.0
@@ -93,10 +95,10 @@ waiting = _Waiting()
 
 
 class _Hashed:
-    """Bytes that pass.
+    """Stream that hashes its bytes.
 
     Args:
-        sha256: of all of them, where somebody has hashed them; otherwise it is taken.
+        sha256: digest of all bytes, if it is known; otherwise it is computed.
     """
 
     def __init__(self, chunks: Iterable[bytes], sha256: str | None = None) -> None:
@@ -118,12 +120,13 @@ class _Hashed:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a local file."""
-    with path.open("rb") as stream:
+    with disk.opened(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """Of a local directory's files by name: an entry of a cache is whole when they equal those it was stored with."""
+    """Return the digests of a local directory's files by name; a cache entry is whole if they equal its recorded
+    ones."""
     return {file.name: file_digest(file) for file in sorted(directory.iterdir())}
 
 
@@ -182,20 +185,49 @@ class Location:
                 disk.create(self._file(name), data)
             else:
                 try:
-                    self._request("pipe_file", self._key(name), data, mode="create", chunksize=bucket.CHUNK_BYTES)
+                    with waiting.counted():
+                        bucket.verify_conditional_writes(self._bucket_probe())
+                        bucket.create(self._fs, self._key(name), data)
                 except FileExistsError:
-                    # A request whose reply was lost is repeated, and then finds the object that it made itself.
+                    # If the reply to a request is lost, the repeated request finds the object of the first one.
                     if self.read(name) != data:
                         raise
+
+    def verify_exclusive_creation(self) -> None:
+        """Reject a store in which a second writer can create an object again. A bucket is tested once in a process.
+
+        Raises:
+            StoreError: the store does not choose one of several writers, or cannot be written.
+        """
+        if not self.is_local:
+            with self._reported("write to", ""), waiting.counted():
+                bucket.verify_conditional_writes(self._bucket_probe())
+            return
+        name = f"probe-{uuid.uuid4().hex}"
+        try:
+            self.create(name, b"first")
+            with suppress(AlreadyExists):
+                self.create(name, b"second")
+                raise StoreError(
+                    f"{self.uri} lets a second writer replace an object. Use a file system with hard links."
+                )
+        finally:
+            with suppress(StoreError):
+                self.delete(name)
+
+    def _bucket_probe(self) -> bucket.BucketProbe:
+        """Return a probe with the name of a temporary file, so that a rest of it is hidden, and collected as one."""
+        name = disk.temporary_name("probe")
+        return bucket.BucketProbe(bucket.endpoint(), self._root.split("/", 1)[0], self._fs, f"{self._root}/{name}")
 
     def write_streamed(
         self, name: str, chunks: Iterable[bytes], size: int = 0, sha256: str | None = None
     ) -> WrittenObject:
-        """Write or replace an object as its bytes come, hashed as they pass; a few parts are in memory at a time.
+        """Write or replace an object from a stream, hashed on the way; only a few parts are in memory at a time.
 
         Args:
-            size: about how many bytes will come, where it is known: of an object above 150 GiB it must be.
-            sha256: of the bytes, where somebody has hashed them; otherwise it is taken.
+            size: approximate number of bytes, if known; required above 150 GiB.
+            sha256: digest of the bytes, if it is known; otherwise it is computed.
         """
         passed = _Hashed(chunks, sha256)
         with self._reported("write", name):
@@ -211,8 +243,8 @@ class Location:
         """Write or replace an object with a local file's bytes.
 
         Args:
-            sha256: of the file, if it is known; otherwise the file is read.
-            move: the file is given up: on the store's own file system it becomes the object, and no byte is copied.
+            sha256: digest of the file, if it is known; otherwise the file is read.
+            move: move the file: on the store's file system it becomes the object without a copy.
         """
         size = path.stat().st_size
         if self.is_local and move:
@@ -229,13 +261,13 @@ class Location:
         """Write or replace an object with the one of this name in another directory of a bucket; the server copies.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the source does not exist.
         """
         origin = source._key(name)
         with self._reported(f"copy {source.uri}/{name} to", name), waiting.counted():
             try:
-                # without a limit on the whole: of a large object many parts are copied, each a request with a limit of its own
-                bucket.answered(lambda _: self._fs.cp_file(origin, self._key(name)))
+                # no limit on the total: a large object is copied in many parts, each a request with a separate limit
+                bucket.answered(self._fs, lambda _: self._fs.cp_file(origin, self._key(name)))
             except PermissionError as error:
                 raise StoreError(
                     f"cannot copy {source.uri}/{name} to {self.uri}/{name}: {masked_text(str(error))}. "
@@ -243,10 +275,10 @@ class Location:
                 ) from error
 
     def read_streamed(self, name: str) -> Iterator[bytes]:
-        """The object's bytes, a bounded part at a time.
+        """Yield the object's bytes in bounded parts.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         with self._reported("read", name):
             if self.is_local:
@@ -260,10 +292,10 @@ class Location:
                     return
 
     def digest(self, name: str) -> tuple[int, str]:
-        """Bytes and SHA-256 of an object, read a bounded part at a time.
+        """Return size and SHA-256 of an object, read in bounded parts.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         passed = _Hashed(self.read_streamed(name))
         for _ in passed:
@@ -271,48 +303,49 @@ class Location:
         return passed.size, passed.sha256
 
     def stamp(self, name: str) -> tuple[int, str]:
-        """Bytes of an object, and what the store itself says of them, which a later write changes: a file's time of
-        modification, the ETag of an object in a bucket.
+        """Return an object's size and its stamp, which every write changes: a file's modification time, a bucket
+        object's ETag.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         with self._reported("look up", name):
             if self.is_local:
                 path = self._file(name)
                 return path.stat().st_size, disk.stamp(path)
-            found = self._request("info", self._key(name))
-            return int(found["size"]), str(found.get("ETag", ""))
+            entry = self._request("info", self._key(name))
+            return int(entry["size"]), str(entry.get("ETag", ""))
 
     def read(self, name: str) -> bytes:
-        """The whole object.
+        """Return the whole object.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         with self._reported("read", name):
             if self.is_local:
-                return self._file(name).read_bytes()
+                with disk.opened(self._file(name)) as stream:
+                    return stream.readall()
             return self._request("cat_file", self._key(name))
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` of an object; fewer where it ends before.
+        """Return bytes `begin` to `end` of an object, or fewer at its end.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         with self._reported("read", name):
             if self.is_local:
-                with self._file(name).open("rb") as stream:
+                with disk.opened(self._file(name)) as file, io.BufferedReader(file) as stream:
                     stream.seek(begin)
                     return stream.read(end - begin)
             return self._range(name, begin, end)
 
     def size(self, name: str) -> int:
-        """Bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the object does not exist.
         """
         return self.stamp(name)[0]
 
@@ -321,13 +354,13 @@ class Location:
             return self._file(name).exists() if self.is_local else self._request("exists", self._key(name))
 
     def names(self) -> list[str]:
-        """Names of the objects and directories right below, sorted; empty when there is no such directory."""
+        """Return the sorted names of objects and directories directly in this directory; empty if it does not exist."""
         with self._reported("list", ""):
             try:
-                found = os.listdir(self._root) if self.is_local else self._request("ls", self._root, detail=False)
+                entries = os.listdir(self._root) if self.is_local else self._request("ls", self._root, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            names = {path.rstrip("/").rsplit("/", 1)[-1] for path in found}
+            names = {path.rstrip("/").rsplit("/", 1)[-1] for path in entries}
             return sorted(name for name in names if not name.startswith("."))
 
     def tree(self) -> list[str]:
@@ -339,8 +372,8 @@ class Location:
             return sorted(path.removeprefix(root) for path in self._request("find", self._root))
 
     def cut_off_writes(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Those of the listed names that are temporary files of writes, unchanged for so long. The clock is the store's own. A
-        bucket has none of its own making."""
+        """Return the listed names that are temporary files of writes and have not changed for so long, by the store's
+        clock. Buckets have no such files."""
         temporary = [name for name in names if disk.is_temporary(name)]
         if not temporary or not self.is_local:
             return temporary
@@ -377,7 +410,7 @@ class Location:
         for name in names:
             target = directory / _checked(name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with self._reported("download", name):
+            with self._reported("download", name), disk.naming(target):
                 if self.is_local:
                     shutil.copyfile(f"{self._root}/{name}", target)
                 else:
@@ -390,7 +423,7 @@ class Location:
         return disk.inside(self._root, _checked(name))
 
     def _range(self, name: str, begin: int, end: int) -> bytes:
-        """Of an object in a bucket; empty behind its end."""
+        """Return a range of an object in a bucket; empty after its end."""
         try:
             return self._request("cat_file", self._key(name), start=begin, end=end)
         except OSError as error:
@@ -401,11 +434,11 @@ class Location:
     def _request(self, operation: str, *arguments: Any, **options: Any) -> Any:
         work = getattr(self._fs, operation)
         with waiting.counted():
-            return bucket.answered(lambda seconds: work(*arguments, timeout=seconds, **options))
+            return bucket.answered(self._fs, lambda seconds: work(*arguments, timeout=seconds, **options))
 
     @contextmanager
     def _reported(self, verb: str, name: str) -> Iterator[None]:
-        """Turn a failure into a StoreError that says which object and what to do."""
+        """Convert a failure into a StoreError that names the object and the remedy."""
         place = f"{self.uri}/{name}" if name else self.uri
         try:
             with waiting.counted() if self.is_local else nullcontext():
@@ -429,16 +462,21 @@ class Location:
                 remedy = "This machine's clock differs from the bucket's by more than it accepts: set the clock."
             raise StoreError(f"cannot {verb} {place}: permission denied. {remedy}") from error
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in disk.NO_ROOM:
                 raise DiskFull(
                     f"cannot {verb} {place}: {error}. The disk is full: free space and start again."
+                ) from error
+            if error.errno == errno.EROFS:
+                raise StoreError(
+                    f"cannot {verb} {place}: its file system is read-only. Mount it writable, or name another store (--store, "
+                    "ROUNDHOUSE_STORE, the key store)."
                 ) from error
             raise StoreError(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
 
 
 def is_name(text: str) -> bool:
-    """Whether an entry of a directory in the store may be called so."""
-    return _SAFE_NAME.fullmatch(text) is not None and len(text) <= _LONGEST_PART
+    """Return whether this is a valid name of a directory entry in the store."""
+    return _SAFE_NAME.fullmatch(text) is not None and "/" not in text and len(text) <= _LONGEST_PART
 
 
 def _checked(name: str) -> str:

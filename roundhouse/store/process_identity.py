@@ -1,7 +1,7 @@
-"""Which process a number means, and which start of the machine.
+"""Identity of a process: its number, its birth and the machine's boot.
 
-Invariant: a process number together with its birth, on one boot, names one process for good. A number alone names any process
-that has it now, and the wall clock is no witness: it may be set while a process lives.
+Invariant: these three together name one process for good. A number alone names any process that has it now, and the
+wall clock may be set during a process's life.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def birth(pid: int) -> float | None:
-    """When the process began: clock ticks since boot on Linux, seconds since the epoch elsewhere. None: there is none."""
+    """Return the start time of a process: clock ticks since boot on Linux, seconds since the epoch elsewhere. None:
+    it does not exist."""
     try:
         if _BOOT_ID.exists():
             # The command's name, in brackets, may hold blanks; the start time is the 20th field after it.

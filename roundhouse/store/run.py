@@ -4,14 +4,15 @@
     <store>/runs/<run_id>/iterations/000012/<stage>/
     <store>/runs/<run_id>/checkpoints/000012/
     <store>/runs/<run_id>/latest.json
-    <store>/runs/<run_id>/lease/000003.json      who drives it
+    <store>/runs/<run_id>/lease/000003.json      its driver
 
-Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting policy.
+Iteration k (from 1) refits the engine to version k-1, and its training makes version k. Version 0 is the starting
+policy.
 
-Invariant: a run's identity is created once. Opening it again with a configuration that would make other data is refused; only
-keys that steer how the run is carried out may change (`config.section.Operational`).
+Invariant: a run's identity is created once. Opening it with a configuration that would make other data is refused; only
+keys that control the execution may change (`config.section.Operational`).
 
-`promoted.json` points to the version that is the one to use, as `roundhouse.stages.promotion` decides.
+`promoted.json` points to the version to use (`roundhouse.stages.promotion`).
 """
 
 from __future__ import annotations
@@ -20,27 +21,33 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from roundhouse.config.defaults import with_recorded_defaults
 from roundhouse.config.loading import changes_of_identity, config_digest, parse_config
 from roundhouse.config.models import RunConfig
-from roundhouse.errors import ConfigError, StoreError
+from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
 from roundhouse.store.lease import fence_of
 from roundhouse.store.lineage import (
     IDENTITY,
     Parent,
     code_version,
     create_identity,
+    first_draw_of,
     parent_at,
     read_identity,
     refuse_unloadable,
 )
 from roundhouse.store.location import Location, NotFound, is_name
+from roundhouse.store.run_inputs import INPUTS, Inputs, digest_of_inputs, recorded_inputs, settle_inputs
 from roundhouse.store.stage import MANIFEST, Attempt, Manifest, Provenance, Reference, Stage, StageKind, read_manifest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,31 @@ class Run:
     location: Location
     config: RunConfig
     uid: str
-    """Told apart from an earlier run of the same id that was deleted."""
+    """Unique ID, different from that of a deleted run with the same run ID."""
     created_at: float
     code_version: str
     parent: Parent | None = None
-    """Of a fork."""
+    """Parent of a fork."""
+    recorded_first_draw: int = 1
+    """Value in run.json (`roundhouse.store.lineage.first_draw_of`)."""
+    first_inputs: Inputs | None = None
+    """Values in run.json (`roundhouse.store.run_inputs`)."""
+    has_other_inputs: bool = False
+    """It reads other task rows than those on record, for a dataset."""
 
     @property
     def run_id(self) -> str:
         return self.config.run_id
+
+    @property
+    def first_draw(self) -> int:
+        """The iteration that draws the first tasks of the first epoch. In older runs 0, unless they count their epochs."""
+        return 1 if self.config.rollout.counts_epochs else self.recorded_first_draw
+
+    @functools.cached_property
+    def inputs(self) -> Inputs | None:
+        """Digests of the task rows and user code that the run is continued with; None if they are not on record."""
+        return None if self.has_other_inputs else recorded_inputs(self.location, self.first_inputs)
 
     @functools.cached_property
     def config_digest(self) -> str:
@@ -66,11 +89,11 @@ class Run:
 
     @property
     def first_version(self) -> int:
-        """The version that the run starts from: 0, or the parent's where it was forked."""
+        """Return the version that the run starts from: 0, or the parent's version of a fork."""
         return 0 if self.parent is None else self.parent.version
 
     def stage(self, iteration: int, kind: str) -> Stage:
-        """A stage of an iteration (iteration 0 holds what comes before the first)."""
+        """Return a stage of an iteration (iteration 0 holds the work before the first)."""
         place = self.location / f"iterations/{iteration:06d}/{kind}"
         return Stage(place, kind=kind, run_id=self.run_id, iteration=iteration)
 
@@ -80,7 +103,7 @@ class Run:
         return Stage(place, kind=StageKind.CHECKPOINT, run_id=self.run_id, iteration=version)
 
     def trainer_state(self, version: int) -> Stage:
-        """The trainer's state of a policy version whose checkpoint was published before it was written."""
+        """Return the stage of the trainer's state of a version that was published before its state was written."""
         place = self.checkpoint(version).location / STATE
         return Stage(place, kind=STATE, run_id=self.run_id, iteration=version)
 
@@ -92,6 +115,7 @@ class Run:
                 config_digest=self.config_digest,
                 code_version=self.code_version,
                 seed=self.config.seed,
+                inputs=None if self.inputs is None else digest_of_inputs(self.inputs),
             ),
             fence_of(self.location),
         )
@@ -114,23 +138,23 @@ class Run:
         """The newest complete checkpoint; None before the starting policy is there."""
         pointed = None
         with contextlib.suppress(NotFound, ValidationError):
-            # Only the version counts: where a checkpoint lies, the run knows itself.
+            # Only the version counts: the run derives the checkpoint's place.
             pointed = Reference.model_validate_json(self.location.read("latest.json")).policy_version
         newest = self._newest_from(pointed)
-        if newest is None:  # the pointer is lost, damaged, or so old that retention deleted what it names
+        if newest is None:  # the pointer is lost, damaged, or so old that retention deleted its checkpoint
             newest = self._newest_from(max(self.checkpoint_versions(), default=self.first_version))
         return newest
 
     def _newest_from(self, version: int | None) -> Reference | None:
-        """The last of the complete versions that follow this one without a gap. The pointer is written after the manifest, and
-        a bucket may list late: the true newest is the version that is named, or one that came right after."""
-        found = None
+        """Return the last of the complete versions that follow this one without a gap. The pointer is written after the
+        manifest, and a bucket may list late, so the newest version is the named one or a direct successor."""
+        newest = None
         while version is not None and (newer := self.checkpoint(version).reference()) is not None:
-            found, version = newer, version + 1
-        return found
+            newest, version = newer, version + 1
+        return newest
 
     def is_reported(self, iteration: int) -> bool:
-        """Whether an iteration is finished, its report included."""
+        """Return whether an iteration is finished, including its report."""
         return self.stage(iteration, StageKind.REPORT).reference() is not None
 
     def point_to(self, checkpoint: Reference) -> None:
@@ -151,15 +175,17 @@ class Run:
             return None
 
 
-def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
-    """Create the run, or open the one of that id to continue it.
+def open_run(config: RunConfig, *, first_start: bool = False, inputs: Inputs | None = None) -> Run:
+    """Create the run, or open the one of that ID to continue it.
 
     Args:
-        first_start: a person has just asked for this run; it is no later stage or retry of a start. Only then does
-            `resume.mode: disable` refuse a run that exists.
+        first_start: a person has just requested this run; it is not a later stage or a retry. Only then does
+            `resume.mode: disable` refuse an existing run.
+        inputs: digests of the task rows and the user code of this start; None if they are unknown.
 
     Raises:
-        ConfigError: the run exists and may not be continued, exists with another configuration, or cannot be forked so.
+        ConfigError: the run exists and may not be continued, exists with another configuration or other inputs, or
+            cannot be forked so.
     """
     location = Location(config.store) / f"runs/{config.run_id}"
     try:
@@ -170,15 +196,22 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
         if config.resume.path is not None:
             parent = parent_at(config.resume.path)
             refuse_unloadable(parent, config)
-        identity, created = create_identity(location, config, parent)
+        more = {} if inputs is None else {INPUTS: dict(inputs)}
+        identity, created = create_identity(location, config, parent, **more)
         if not created:  # a concurrent process did
             _refuse_existing(config, first_start)
     old = parse_config(identity["config"], origin="run.json", recorded=True)
+    config = with_recorded_defaults(config, changes_of_identity(old, config))
     if changed := changes_of_identity(old, config):
         lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, (before, after) in changed.items())
         raise ConfigError(
             f"Run {config.run_id!r} exists with another configuration:\n{lines}\n"
-            "Take these changes back to continue it, or start a new run with --set run_id=<another name>."
+            "Take these changes back to continue it, start a new run with --set run_id=<another name>, or let one start from "
+            f"its newest version: roundhouse runs fork {config.run_id} --run-id <another name> --set <key>=<value>."
+        )
+    if inputs is not None:
+        settle_inputs(
+            location, identity.get(INPUTS), inputs, config.run_id, accept=config.resume.changed_inputs == "accept"
         )
     run = _opened(location, config, identity)
     path = config.resume.path
@@ -192,35 +225,36 @@ def open_run(config: RunConfig, *, first_start: bool = False) -> Run:
 
 
 def run_exists(store: str, run_id: str) -> bool:
-    """Whether a run of that id was created."""
+    """Return whether a run of that ID exists."""
     return is_name(run_id) and (Location(store) / f"runs/{run_id}").exists(IDENTITY)
 
 
 def _opened(location: Location, config: RunConfig, identity: dict[str, Any]) -> Run:
     parent = None if identity.get("parent") is None else Parent.model_validate(identity["parent"])
-    return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent)
+    first_draw, inputs = first_draw_of(identity), identity.get(INPUTS)
+    return Run(location, config, identity["uid"], identity["created_at"], code_version(), parent, first_draw, inputs)
 
 
 def no_such_run(store: str, run_id: str) -> StoreError:
-    """The error of a run that is not there; it lists those that are."""
-    there = ", ".join(run_ids(store)) or "none"
-    return StoreError(f"No run {run_id!r} in {Location(store).uri}. Runs there: {there}.")
+    """Return the error of a missing run; it lists the existing ones."""
+    existing = ", ".join(run_ids(store)) or "none"
+    return StoreError(f"No run {run_id!r} in {Location(store).uri}. Runs there: {existing}.")
 
 
 def no_such_version(run: Run, version: int | None) -> StoreError:
-    """The error of a version that has no checkpoint; it lists those that have one."""
-    there = ", ".join(map(str, run.checkpoint_versions())) or "none"
+    """Return the error of a version without a checkpoint; it lists the existing ones."""
+    existing = ", ".join(map(str, run.checkpoint_versions())) or "none"
     return StoreError(
-        f"Run {run.run_id!r} has no checkpoint of version {version}. It has: {there} (checkpoint.keep_last and keep_every "
+        f"Run {run.run_id!r} has no checkpoint of version {version}. It has: {existing} (checkpoint.keep_last and keep_every "
         "decide which stay)."
     )
 
 
 def load_run(store: str, run_id: str) -> Run:
-    """Open an existing run with the configuration it was created with.
+    """Open an existing run with its recorded configuration.
 
     Raises:
-        StoreError: there is no such run (the ones there are get listed), or its run.json was edited.
+        StoreError: the run does not exist (the text lists the existing ones), or its run.json was edited.
     """
     root = Location(store)
     location = root / f"runs/{run_id}"
@@ -233,12 +267,41 @@ def load_run(store: str, run_id: str) -> Run:
     )
 
 
+def readable_runs(store: str) -> list[Run]:
+    """Return all readable runs of a store, and warn about each unreadable run.json.
+
+    Raises:
+        StoreError: the store has runs, and none of them can be read.
+    """
+    runs: list[Run] = []
+    error: RoundhouseError | None = None
+    for run_id in run_ids(store):
+        try:
+            runs.append(load_run(store, run_id))
+        except (StoreError, ConfigError) as unreadable:
+            error = unreadable
+            log.warning("run %s is left out: %s", run_id, error)
+    if error is not None and not runs:
+        raise StoreError(f"No run of {Location(store).uri} can be read. The last error: {error}") from error
+    return runs
+
+
 def run_ids(store: str) -> list[str]:
-    """Ids of all runs of a store. A directory without an identity is what is left of a deleted one."""
+    """Return the IDs of all runs of a store. Ignore directories without an identity, the remains of deleted runs."""
     names = (Location(store) / "runs").names()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        there = pool.map(functools.partial(run_exists, store), names)
-        return list(itertools.compress(names, there))
+        flags = pool.map(functools.partial(_has_identity, store), names)
+        return list(itertools.compress(names, flags))
+
+
+def _has_identity(store: str, name: str) -> bool:
+    """Return whether a directory is a run; also if its identity cannot be read, an error that its reader reports."""
+    try:
+        return run_exists(store, name)
+    except StoreError as error:
+        if isinstance(error, InfraError):
+            raise
+        return True
 
 
 _AT_ONCE = 16
@@ -262,7 +325,7 @@ class Promoted(Reference):
     """The promoted version's checkpoint."""
 
     approval: str | None = None
-    """Who approved, with what comment; None if no approval was asked for."""
+    """Approver and comment; None if no approval was requested."""
 
 
 def promoted_version(run: Run) -> int | None:
@@ -274,7 +337,7 @@ def promoted_version(run: Run) -> int | None:
 
 
 def questioned_versions(run: Run) -> list[int]:
-    """Versions that wait for an answer, as far as the store lists them; the bucket is asked only where there may be some."""
+    """Return the listed versions that wait for an answer. The bucket is read only if such versions are possible."""
     if not run.config.evaluation.approval.required:
         return []
     return [int(name.removesuffix(".json")) for name in (run.location / APPROVALS).names()]
@@ -323,7 +386,7 @@ class Skip:
     kind: str
     error: str
     reason: str
-    """Of the decision (`roundhouse.health.policy`)."""
+    """Reason of the decision (`roundhouse.health.policy`)."""
 
 
 def skip_of(run: Run, iteration: int) -> Skip | None:
@@ -336,28 +399,30 @@ def skip_of(run: Run, iteration: int) -> Skip | None:
 TRAINER = "trainer"
 """Subdirectory of the trainer's state."""
 STATE = "state"
-"""Directory and kind of the stage that holds it where the checkpoint does not."""
+"""Directory and kind of the stage that holds the state if the checkpoint does not."""
 
 
 def state_of(checkpoint: Reference) -> Reference | None:
-    """What holds the trainer's state of a version: its checkpoint, or a stage below that was completed later; None so far."""
+    """Return the holder of a version's trainer state: its checkpoint, or a stage that was completed later; None so
+    far."""
     manifest = read_manifest(checkpoint)
     if manifest.model_files.holds(TRAINER):
         return checkpoint
     place = Location(checkpoint.uri) / STATE
     later = Stage(place, kind=STATE, run_id=manifest.run_id, iteration=manifest.iteration).reference()
-    # of the same training step, not of one that was made again
+    # of the same training step, not of a repeated one
     if later is None or read_manifest(later).inputs["train"].digest != manifest.inputs["train"].digest:
         return None
     return later
 
 
 def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]:
-    """The newest checkpoint up to this one that a trainer continues from, and the sequences of the iterations since, in order.
+    """Return the newest checkpoint up to this one with a trainer's state, and the sequences of the later iterations, in
+    order.
 
-    That checkpoint holds the trainer's state, or is where training began. It is found by lineage: a checkpoint names the train
-    stage that made it, which names its sequences and the checkpoint that it began from. Of a checkpoint in between that
-    retention deleted, the train stage is still there. A skipped iteration has no sequences.
+    That checkpoint holds the trainer's state or is the start of training. It is found by lineage: a checkpoint names
+    its train stage, which names its sequences and its input checkpoint. The train stage remains after retention deleted
+    a checkpoint in between. A skipped iteration has no sequences.
 
     Raises:
         StoreError: one of them is gone.
@@ -382,7 +447,7 @@ def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]
 
 
 def _training_of(deleted: Reference) -> Manifest:
-    """The train stage of a version whose checkpoint is gone.
+    """Return the train stage of a version whose checkpoint is gone.
 
     Raises:
         StoreError: it is gone, too.

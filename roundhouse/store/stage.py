@@ -1,4 +1,4 @@
-"""One stage of one iteration: attempts that write data files, and the one commit that makes the stage complete.
+"""One stage of one iteration: attempts that write data files, and the one commit that completes the stage.
 
 Life cycle:
 
@@ -6,19 +6,15 @@ Life cycle:
         │                                                                    │
       attempt-0001.json                                              manifest.json (created, never replaced)
 
-Invariants: data files carry their attempt's number in the name, so attempts never mix unless one adopts another's
-file on purpose; of two writers that commit, one wins and the other is handed the winner's reference; a driver that lost
-its run's lease commits nothing; what is read back has the digest that was committed. A part of an attempt that was
-interrupted has no committed digest; it carries checksums of its own pages (`read_part`).
+Invariants: data files carry their attempt's number in the name, so attempts mix only by explicit adoption. Of two
+writers that commit, one wins and the other receives the winner's reference. A driver that lost its run's lease commits
+nothing. Reads check the committed digest. A part of an interrupted attempt has no committed digest, but page checksums
+(`read_part`).
 
-Clocks: `started_at`, `finished_at` are for people. Nothing is decided by them.
-
-Manifests and references are what makes a stage complete, and what passes between tasks instead of data. A stage or checkpoint
-is complete exactly when its `manifest.json` exists and the digests in it hold. The manifest is written last, once, by one
-writer. A `Reference` is the manifest's place and digest plus the few numbers a person wants to see; it is a few hundred
-bytes, whatever it refers to.
-
-Metrics that had another name are read under today's (`current_names`).
+A stage or checkpoint is complete exactly if its `manifest.json` exists and the digests in it hold. One writer writes
+the manifest once, last. Tasks exchange a `Reference` of a few hundred bytes: place and digest of the manifest and a few
+numbers for people. `started_at` and `finished_at` are for people; nothing depends on them. Renamed metrics are read
+under their current names (`current_names`).
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ WEIGHTS_DIGEST = "weights_digest"
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 DIGEST_THREADS = 2
-"""Files hashed at a time: one core takes 1.3 GB/s of SHA-256 where it has the instructions, and waits for the disk between."""
+"""Files hashed at a time: with SHA instructions one core hashes 1.3 GB/s, and waits for the disk in between."""
 
 
 class Reference(BaseModel):
@@ -99,10 +95,11 @@ class ModelFiles(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: str = ""
-    """Below the manifest's, such as `a0002-1f3c9a2e`. Empty in older stores, whose files are next to the manifest."""
+    """Directory of the files below the manifest's, such as `a0002-1f3c9a2e`. Empty in older stores, whose files are
+    next to the manifest."""
     files: list[FileEntry]
     weights_digest: str | None = None
-    """Of the policy's tensors, where it was taken as they were written."""
+    """Digest of the policy's tensors, if it was taken during their writing."""
 
     def by_name(self) -> dict[str, FileEntry]:
         """Each file by its name in the model's directory, such as `config.json`."""
@@ -110,11 +107,11 @@ class ModelFiles(BaseModel):
         return {entry.path.removeprefix(prefix): entry for entry in self.files}
 
     def weights(self) -> dict[str, FileEntry]:
-        """Those of `by_name` that hold weights of the policy, rather than the trainer's state."""
+        """Return the entries of `by_name` that hold weights of the policy, not the trainer's state."""
         return {name: entry for name, entry in self.by_name().items() if is_weights(name)}
 
     def holds(self, directory: str) -> bool:
-        """Whether a file lies in this directory of the model's."""
+        """Return whether a file is in this directory of the model."""
         return any(name.startswith(f"{directory}/") for name in self.by_name())
 
     def details(self) -> dict[str, Any]:
@@ -135,17 +132,17 @@ class ModelFiles(BaseModel):
         )
 
     def named(self) -> list[FileEntry]:
-        """The files by what they hold: with these names for paths, and without what depends on when they were written."""
+        """Return the files by content: under these names, without fields that depend on the time of writing."""
         return [entry.model_copy(update={"path": name, "stamp": None}) for name, entry in self.by_name().items()]
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a model's directory holds weights of the policy, rather than the trainer's state."""
+    """Return whether a file of a model's directory holds weights of the policy, not the trainer's state."""
     return name.endswith(".safetensors") and "/" not in name
 
 
 class Provenance(BaseModel):
-    """What the result of a stage depends on in addition to its inputs."""
+    """Dependencies of a stage's result in addition to its inputs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -153,6 +150,8 @@ class Provenance(BaseModel):
     config_digest: str
     code_version: str
     seed: int
+    inputs: str | None = None
+    """Digest of the run's task rows and user code (`roundhouse.store.run_inputs`); None if they are not on record."""
 
 
 class Manifest(BaseModel):
@@ -171,19 +170,19 @@ class Manifest(BaseModel):
     inputs: dict[str, Reference]
     files: list[FileEntry]
     directory: str = ""
-    """Of a checkpoint's files (`ModelFiles`)."""
+    """Directory of a checkpoint's files (`ModelFiles`)."""
     outputs: dict[str, Reference] = {}
-    """What the stage completed elsewhere in the store."""
+    """References to results elsewhere in the store."""
     counts: dict[str, int] = {}
     metrics: dict[str, float] = {}
     details: dict[str, Any] = {}
-    """What else a reader of this stage wants, in JSON."""
+    """Further JSON data for readers of this stage."""
     started_at: float
     """Seconds since the epoch."""
     finished_at: float
     resources: dict[str, float] = {}
-    """cpu_seconds of the processes that ran the stage, other_processes_cpu_seconds of those that the lease's record does not
-    count; store_seconds in which the one that committed it waited for the store meanwhile, and its max_rss_mib."""
+    """cpu_seconds of the stage's processes, other_processes_cpu_seconds of those outside the lease's count;
+    store_seconds that the committing process waited for the store, and its max_rss_mib."""
 
     @field_validator("metrics")
     @classmethod
@@ -192,7 +191,7 @@ class Manifest(BaseModel):
 
     @property
     def model_files(self) -> ModelFiles:
-        """Of a checkpoint."""
+        """Return the files of a checkpoint."""
         return ModelFiles(directory=self.directory, files=self.files)
 
     def to_bytes(self) -> bytes:
@@ -200,16 +199,16 @@ class Manifest(BaseModel):
 
 
 def is_as_written(location: Location, entry: FileEntry) -> bool:
-    """Whether an object is the one whose digest was taken, judged by its stamp, without reading it; False may mean unknown.
+    """Return whether an object is the hashed one, by its stamp and without reading it; False may mean unknown.
 
     Raises:
-        NotFound: there is none.
+        NotFound: the object does not exist.
     """
     return entry.stamp is not None and location.stamp(entry.path) == (entry.size, entry.stamp)
 
 
 def fault_of(location: Location, entry: FileEntry) -> str | None:
-    """What is wrong with an object, read to its end a bounded part at a time; None when its bytes are those of the entry."""
+    """Return the fault of an object, read completely in bounded parts; None if its bytes are those of the entry."""
     try:
         size, digest = location.digest(entry.path)
     except NotFound:
@@ -241,7 +240,8 @@ def faults_of(location: Location, entries: Iterable[FileEntry], *, as_written: b
 
 
 def model_location(location: Location) -> Location:
-    """Where a model's files lie: of a checkpoint, the directory that its manifest names; else the directory itself."""
+    """Return the location of a model's files: for a checkpoint, the directory that its manifest names; else the
+    directory itself."""
     try:
         manifest = Manifest.model_validate_json(location.read(MANIFEST))
     except (NotFound, ValueError):  # a model of elsewhere, with a manifest of another kind at most
@@ -269,11 +269,11 @@ RENAMED_METRICS = {
     "evaluation/reward_high": "evaluation/reward/high",
 }
 _PREFIXES = {"seconds/": "time/", "staleness/effective_sample/": "staleness/ess/"}
-"""Of all other names that begin so."""
+"""Renamed prefixes of all other names."""
 
 
 def current_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under today's names. Where an old and a new name meet, the renamed metric is the one that is kept."""
+    """Return the metrics under current names. If an old and a new name meet, keep the renamed metric."""
     renamed = {new: metrics[old] for old in metrics if (new := current_name(old)) != old}
     return {name: value for name, value in metrics.items() if current_name(name) == name} | renamed
 
@@ -295,14 +295,17 @@ ROW_GROUP = 1024
 WRITERS = "writers"
 """Directory of the names that several writers of one attempt have taken; it can go once the stage is complete."""
 
+EXPANDED_BYTES, EXPANSION = 2**30, 100
+"""Size of the values of a Parquet file, in bytes and in times of its size: the larger one is the limit."""
+_MOST_BATCH_ROWS = 2**16
 MOST_WRITERS = 99
-"""Of one attempt under one label: as many as were started one after another, because each was lost."""
+"""Largest number of writers of one attempt under one label, each restarted after a loss."""
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.json")
 
 
 class StageKind(StrEnum):
-    """What a stage of an iteration does, in the order of an iteration. The values are stored: directory names, manifests."""
+    """Work of a stage, in the order of an iteration. The values are stored as directory names and in manifests."""
 
     OFFLINE = "offline"
     REFIT = "refit"
@@ -335,7 +338,7 @@ class Stage:
         """Start a new attempt at this stage.
 
         Args:
-            fence: what the run's driver acts under.
+            fence: fence of the run's driver.
 
         Raises:
             LeaseLost: another process drives the run.
@@ -345,7 +348,7 @@ class Stage:
         started_at = time.time()
         # Only a first guess: the listing may be late, `create` decides.
         listed = (_ATTEMPT.fullmatch(name) for name in self.location.names())
-        number = 1 + max((int(found[1]) for found in listed if found is not None), default=0)
+        number = 1 + max((int(match[1]) for match in listed if match is not None), default=0)
         while True:
             # The nonce distinguishes two writers that are equal otherwise: process 1 of two containers, at one clock tick.
             record = {"attempt": number, "started_at": started_at, "pid": os.getpid(), "nonce": uuid.uuid4().hex}
@@ -357,8 +360,9 @@ class Stage:
         return Attempt(self, number, provenance, started_at, fence=fence)
 
     def join(self, provenance: Provenance, number: int, label: str) -> Attempt:
-        """Write for attempt `number` as one of its several writers, which commits nothing itself. What comes again under the
-        same label is another writer, with names of its own: `rollouts-a0002-s0001of0004-02-00000.parquet` is of the second."""
+        """Join attempt `number` as one of its several writers, which commits nothing itself. A repeated label gets a
+        new writer number:
+        `rollouts-a0002-s0001of0004-02-00000.parquet` is of the second writer."""
         started_at = time.time()
         for again in range(1, MOST_WRITERS + 1):
             name = f"{number:04d}-{label}-{again:02d}"
@@ -418,7 +422,7 @@ class Attempt:
 
     @property
     def files(self) -> list[FileEntry]:
-        """What was written or adopted so far."""
+        """Return the files that were written or adopted so far."""
         return list(self._files)
 
     @property
@@ -446,10 +450,10 @@ class Attempt:
         details: dict[str, Any] | None = None,
         directory: str = "",
     ) -> Reference:
-        """Make the stage complete; return its reference, or the winner's if another writer was first.
+        """Complete the stage and return its reference, or the winner's if another writer was first.
 
         Args:
-            directory: where a checkpoint's files lie (`ModelFiles`).
+            directory: directory of a checkpoint's files (`ModelFiles`).
 
         Raises:
             LeaseLost: another process drives the run; nothing was committed.
@@ -491,10 +495,10 @@ class Attempt:
 
 
 def read_manifest(reference: Reference) -> Manifest:
-    """The manifest behind a reference.
+    """Read the manifest of a reference.
 
     Raises:
-        StoreError: it is gone, or is not the one that was referred to.
+        StoreError: it is gone, or differs from the referenced one.
     """
     loaded = _load_manifest(Location(reference.uri))
     if loaded is None:
@@ -515,7 +519,7 @@ def read_file(reference: Reference, entry: FileEntry) -> bytes:
 
 
 def read_entry(location: Location, entry: FileEntry) -> bytes:
-    """As `read_file`, of a file in this directory."""
+    """Read a file of this directory as `read_file` does."""
     data = location.read(entry.path)
     if len(data) != entry.size or sha256(data) != entry.sha256:
         raise StoreError(
@@ -526,17 +530,50 @@ def read_entry(location: Location, entry: FileEntry) -> bytes:
 
 
 def parse_parquet(data: bytes, columns: list[str] | None = None, *, verify_checksums: bool = False) -> pa.Table:
-    """The rows of a Parquet file that is in memory.
+    """Parse a Parquet file in memory.
 
-    Arrow reads a Python file object in threads of its own. One that still drops its reference while the interpreter ends
-    aborts the process ("terminate called without an active exception", apache/arrow#34314), so that work which is done and
-    committed counts as failed. A buffer read in the caller's thread leaves no thread behind.
+    Arrow reads a Python file object in background threads. If such a thread drops its reference during interpreter
+    exit, the process aborts ("terminate called without an active exception", apache/arrow#34314), and finished work
+    counts as failed. Reading a buffer in the caller's thread avoids this.
+
+    A page of a few bytes can stand for millions of equal values. So rows are read in batches that fit into the limit, unless
+    all of them do, and the first row beyond it ends the reading.
 
     Raises:
-        pyarrow.ArrowException: the bytes are no Parquet file, or a damaged one.
+        pyarrow.ArrowException: the bytes are not a Parquet file, or a damaged one, or hold more than `EXPANDED_BYTES` and
+            `EXPANSION` times their size.
     """
+    limit = max(EXPANDED_BYTES, EXPANSION * len(data))
     with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=verify_checksums) as file:
-        return file.read(columns, use_threads=False)
+        groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+        encoded = sum(max(1, group.total_byte_size) for group in groups)  # no value is longer
+        if file.metadata.num_rows * encoded <= limit:
+            return file.read(columns, use_threads=False)
+        parts = [file.read_row_groups([], columns)]
+        schema, expanded = _without_dictionaries(parts[0].schema), 0
+        for batch in file.iter_batches(min(limit // encoded + 1, _MOST_BATCH_ROWS), columns=columns, use_threads=False):
+            parts.append(pa.Table.from_batches([batch]).cast(schema))
+            expanded += parts[-1].nbytes
+            if expanded > limit:
+                raise pa.ArrowInvalid(
+                    f"{len(data)} bytes of Parquet hold more than {limit} bytes of values: the file is damaged or hostile"
+                )
+        return pa.concat_tables([parts[0].cast(schema), *parts[1:]]).combine_chunks()
+
+
+def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with the types that the values of dictionaries have."""
+    return pa.schema([field.with_type(_plain(field.type)) for field in schema], schema.metadata)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([each.with_type(_plain(each.type)) for each in kind])
+    return kind
 
 
 def read_part(location: Location, name: str, schema: pa.Schema) -> pa.Table | None:

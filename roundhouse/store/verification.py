@@ -1,15 +1,14 @@
-"""Whether a store still holds what its manifests say: every file, every digest, every reference.
+"""Verification of a store against its manifests: every file, every digest, every reference.
 
-Invariant: it only reads. A stage without a manifest is unfinished, which is not a problem: its run resumes there. A
-reference to a checkpoint that retention deleted is no problem either, since its numbers live on in the stages that used it; nor
-is one of re-scored rollouts to the collection that they were copied from.
+Invariant: it only reads. A stage without a manifest is unfinished, which is not a fault: its run resumes there.
+References to deleted checkpoints are not faults, because their numbers remain in the stages that used them; neither are
+references of re-scored rollouts to their source collection.
 
-`find_garbage` lists files that no manifest names and nothing will ever read. Nothing that a run needs is garbage. Garbage is a
-file beside a manifest that the manifest does not name (a part of an attempt that lost, or was interrupted and done again), a
-checkpoint directory without a manifest that is older than the newest checkpoint (retention was interrupted while it deleted),
-and the temporary file of a write that was cut off: one that has not changed for a day, for a write that is under way has such
-a file too. The parts of an unfinished stage are not garbage: the run resumes from them. The record of an attempt is not
-either; it is history.
+`find_garbage` lists files that no manifest names and no process will read: files next to a manifest that it does not
+name (parts of an attempt that lost or was repeated), a checkpoint directory without a manifest that is older than the
+newest checkpoint (an interrupted retention), and temporary files unchanged for a day, because younger ones may belong
+to running writes. Parts of an unfinished stage are not garbage, because the run resumes from them, nor are records of
+attempts.
 
     collect/   manifest.json  attempt-0001.json  attempt-0002.json  rollouts-a0002-00000.parquet     kept
                rollouts-a0001-00000.parquet                                                          garbage
@@ -32,7 +31,7 @@ from roundhouse.store.location import Location, NotFound
 from roundhouse.store.stage import MANIFEST, FileEntry, Manifest, Reference, StageKind, faults_of, read_manifest
 
 Faults = Callable[[Location, Manifest], Iterable[str]]
-"""What is wrong with a stage beyond its bytes, in words."""
+"""Function that returns faults of a stage beyond its bytes, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +45,25 @@ class StoreProblem:
 
 @dataclass(slots=True)
 class Verification:
-    """What was looked at, and what is wrong."""
+    """Checked objects and their faults."""
 
     manifests: int = 0
     files: int = 0
     size: int = 0
     """Bytes whose digests were checked."""
     unfinished: list[str] = field(default_factory=list)
-    """Stages that were begun and have no manifest."""
+    """Started stages without a manifest."""
     problems: list[StoreProblem] = field(default_factory=list)
 
 
 def verify(store: str, run_id: str | None = None, also: Faults | None = None) -> Verification:
-    """Check everything below a store, or one of its runs.
+    """Check a store, or one of its runs.
 
     Args:
-        also: what else is looked for in each complete stage whose files are sound.
+        also: further check of each complete stage with sound files.
 
     Raises:
-        StoreError: there is no such store or run, or it cannot be read at all.
+        StoreError: the store or run does not exist, or cannot be read at all.
     """
     root = Location(store) if run_id is None else Location(store) / f"runs/{run_id}"
     names = root.tree()
@@ -72,12 +71,12 @@ def verify(store: str, run_id: str | None = None, also: Faults | None = None) ->
         raise StoreError(
             f"{root.uri} holds nothing. Is it the right store? `--store` and `store` in the configuration."
         )
-    found = Verification()
+    result = Verification()
     complete = {name.removesuffix(MANIFEST) for name in names if name.endswith(f"/{MANIFEST}")}
     for directory in sorted(complete):
-        _check_stage(root / directory.rstrip("/"), found, also)
-    begun = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
-    found.unfinished = [f"{root.uri}/{directory.rstrip('/')}" for directory in sorted(begun - complete)]
+        _check_stage(root / directory.rstrip("/"), result, also)
+    started = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
+    result.unfinished = [f"{root.uri}/{directory.rstrip('/')}" for directory in sorted(started - complete)]
     for name in names:
         folder, _, file = name.rpartition("/")
         try:
@@ -89,8 +88,8 @@ def verify(store: str, run_id: str | None = None, also: Faults | None = None) ->
                 read_manifest(Reference.model_validate_json(root.read(name)))
         except (StoreError, ValueError) as error:
             what = str(error) if file == IDENTITY else f"points to no complete checkpoint: {error}"
-            found.problems.append(StoreProblem(f"{root.uri}/{name}", what, remedy))
-    return found
+            result.problems.append(StoreProblem(f"{root.uri}/{name}", what, remedy))
+    return result
 
 
 def _check_stage(location: Location, found: Verification, also: Faults | None) -> None:
@@ -118,7 +117,7 @@ def _check_stage(location: Location, found: Verification, also: Faults | None) -
 
 
 def _fault_of_rows(location: Location, entry: FileEntry) -> str | None:
-    """What is wrong with the rows of a file whose bytes are sound."""
+    """Return the fault of the rows of a file with sound bytes."""
     if entry.rows is None or not entry.path.endswith(".parquet"):
         return None
     try:
@@ -129,7 +128,7 @@ def _fault_of_rows(location: Location, entry: FileEntry) -> str | None:
 
 
 class _Ranges(io.RawIOBase):
-    """An object as a file, of which only what is asked for is read: of Parquet, the footer."""
+    """An object as a file that reads only requested ranges: for Parquet, the footer."""
 
     def __init__(self, location: Location, entry: FileEntry) -> None:
         self._location, self._entry, self._at = location, entry, 0
@@ -183,26 +182,25 @@ class Garbage:
 
 
 def find_garbage(store: str) -> list[Garbage]:
-    """All garbage of a store, by name.
+    """Return all garbage of a store by name.
 
     Raises:
-        StoreError: a manifest cannot be read; what belongs to its stage is not known then. `store verify` says more.
+        StoreError: a manifest cannot be read, so the files of its stage are unknown. `store verify` has the details.
     """
     root = Location(store)
     names = root.tree()
     cut_off = root.cut_off_writes(names, CUT_OFF_SECONDS)
-    found = {name: Garbage(name, "temporary file of an interrupted write") for name in cut_off}
+    by_name = {name: Garbage(name, "temporary file of an interrupted write") for name in cut_off}
     placed = [name for name in names if not is_temporary(name)]
     for garbage in (*_unnamed(root, placed), *_half_deleted_checkpoints(root, placed)):
-        found.setdefault(garbage.name, garbage)
-    return [found[name] for name in sorted(found)]
+        by_name.setdefault(garbage.name, garbage)
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def collect_garbage(store: str, garbage: Iterable[Garbage]) -> int:
-    """Delete it; how many files went.
+    """Delete garbage and return the number of deleted files.
 
-    A stage whose manifest appeared meanwhile names its files itself: what is garbage stays garbage, since manifests never
-    change.
+    A manifest that appeared in the meantime changes nothing, because manifests never change.
     """
     root = Location(store)
     count = 0
@@ -214,8 +212,8 @@ def collect_garbage(store: str, garbage: Iterable[Garbage]) -> int:
 
 def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
     stages = {name.removesuffix(MANIFEST) for name in names if name.endswith(f"/{MANIFEST}")}
-    begun = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
-    kept: dict[str, set[str]] = {}
+    started = {name.rsplit("/", 1)[0] + "/" for name in names if name.rsplit("/", 1)[-1].startswith("attempt-")}
+    names_by_stage: dict[str, set[str]] = {}
     for stage in stages:
         try:
             manifest = Manifest.model_validate_json(root.read(f"{stage}{MANIFEST}"))
@@ -225,17 +223,17 @@ def _unnamed(root: Location, names: list[str]) -> Iterator[Garbage]:
             raise StoreError(
                 f"{root.uri}/{stage}{MANIFEST} cannot be read: {error}. Run `roundhouse store verify`."
             ) from error
-        kept[stage] = {entry.path for entry in manifest.files}
+        names_by_stage[stage] = {entry.path for entry in manifest.files}
     for name in names:
         parts = name.split("/")
         above = ("/".join(parts[:depth]) + "/" for depth in range(len(parts) - 1, 0, -1))
         owner = next(
-            (directory for directory in above if directory in stages | begun), None
+            (directory for directory in above if directory in stages | started), None
         )  # at whatever depth the file lies
-        if owner is None or owner not in kept:
+        if owner is None or owner not in names_by_stage:
             continue
         file = name.removeprefix(owner)
-        if file not in kept[owner] and not _KEPT_NAMES.match(file):
+        if file not in names_by_stage[owner] and not _KEPT_NAMES.match(file):
             yield Garbage(name, "no manifest names it: an attempt that was interrupted or lost")
 
 

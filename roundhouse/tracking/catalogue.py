@@ -1,6 +1,6 @@
-"""Every metric of a run under its stable name: what it is a mean over, what it means, what is healthy.
+"""Every metric of a run under its stable name: denominator, meaning, healthy values.
 
-Invariant: a name that a run logs is found here (`meaning_of`), and docs/metrics.md is this page printed:
+Invariant: every logged name is found here (`meaning_of`), and docs/metrics.md is this page printed:
 
     python -m roundhouse.tracking.catalogue > docs/metrics.md
 """
@@ -16,11 +16,11 @@ from roundhouse.training.metrics import METRICS, Denominator
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row. `*` in a name stands for what the environment, stage or outcome is called."""
+    """One row. `*` in a name stands for the name of an environment, stage or outcome."""
 
     name: str
     over: str
-    """What it is a mean over; in brackets what it is where it is no mean."""
+    """Denominator of the mean; in brackets the kind of a value that is not a mean."""
     meaning: str
     healthy: str = ""
 
@@ -39,11 +39,11 @@ class MetricGroup:
 
 
 INTRODUCTION = """\
-What a run logs to MLflow with each iteration, under names that stay. The same numbers stand in the manifests of the stages
-(`iterations/<k>/<stage>/manifest.json`, key `metrics`). `*` stands for a name. Brackets in the second column say what a value
-is that is no mean. MLflow's own `system/*` (CPU, memory, disk, network) come every ten seconds, `tracking.system_metrics`.
-In MLflow a character that it refuses in a name is `_` (`pass@1` is `pass_1`); a changed name that is then like another ends
-with a digest."""
+Metrics that a run logs to MLflow with each iteration, under stable names. The manifests of the stages hold the same numbers
+(`iterations/<k>/<stage>/manifest.json`, key `metrics`). `*` stands for a name. Brackets in the second column mark
+values that are not means. MLflow's own `system/*` (CPU, memory, disk, network) come every ten seconds,
+`tracking.system_metrics`. In MLflow a character that it refuses in a name is `_` (`pass@1` is `pass_1`); a changed name
+that is then like another ends with a digest."""
 
 CLOSING = """\
 The healthy ranges are rules of thumb: those of the mismatch are what NeMo RL's documentation and nightly tests use (float32
@@ -58,7 +58,7 @@ _OVER = {each: each.value.replace("_", " ") for each in Denominator} | {
 
 
 RESUMPTIONS = (
-    Entry("rollout/resumed", "(count)", "times an interrupted rollout went on behind its finished model calls"),
+    Entry("rollout/resumed", "(count)", "interrupted rollouts that resumed after their finished model calls"),
     Entry("rollout/turns_resumed", "(count)", "model calls that were therefore not made again"),
     Entry(
         "rollout/restarted",
@@ -71,7 +71,7 @@ RESUMPTIONS = (
     Entry(
         "rollout/shards", "(count)", "workers that the collection was spread over (`rollout.distribution`), all rounds"
     ),
-    Entry("rollout/shards_lost", "(count)", "workers that were lost, and another went on where they were"),
+    Entry("rollout/shards_lost", "(count)", "lost workers whose work another one continued"),
     Entry("rollout/shard_cpu_seconds", "(seconds)", "CPU time of all these workers, their start included"),
     Entry("rollout/kubernetes_calls", "(count)", "calls of the API server for a collection by Jobs, repeated ones too"),
 )
@@ -89,17 +89,35 @@ ROLLOUTS = (
     Entry("rollout/generation_seconds_mean", "rollouts with a model call", "of it, waiting for the engine"),
     Entry("rollout/environment_seconds_mean", "rollouts with a model call", "of it, waiting for the environment"),
     Entry("rollout/*_rate", "requested rollouts", "share with this outcome", "failed < 0.01, truncated < 0.1"),
+    Entry(
+        "rollout/metrics_left_out",
+        "(count)",
+        "metrics of verdicts that were left out: no finite number, no printable name of up to 200 characters, or beyond 1,000",
+        "none",
+    ),
+    Entry(
+        "uneven_failures/*",
+        "(probability)",
+        "that chance alone makes the failures depend as much on the task, the successful calls, the turns, the tokens",
+        "> 0.001: alert `uneven_failures`",
+    ),
     Entry("failures/code/*", "(count)", "failed with this code: docs/failures.md", "none"),
     Entry("failures/*", "(count)", "failed for infrastructure (`infra`, after all attempts) or by their data", "none"),
 )
 
 REWARD = (
-    Entry("reward/mean", "rewarded rollouts", "reward; a failed rollout has none and is not counted", "rises"),
-    Entry("reward/std", "rewarded rollouts", "sample standard deviation", "> 0: else nothing is learnt"),
+    Entry("reward/mean", "counted rollouts", "reward; failed and masked rollouts do not count", "rises"),
+    Entry("reward/std", "counted rollouts", "sample standard deviation", "> 0: else nothing is learnt"),
     Entry("reward/min", "(minimum)", "smallest reward"),
     Entry("reward/max", "(maximum)", "largest reward"),
-    Entry("reward/*", "rollouts that have it", "a component of the reward, by its name"),
-    Entry("environment/*", "rollouts that report it", "what the environment or the agent loop reports"),
+    Entry(
+        "reward/above_lowest",
+        "(count)",
+        "rollouts with a reward above the lowest, or above 0 if it is positive",
+        "more than rollouts that failed",
+    ),
+    Entry("reward/*", "counted rollouts that have it", "a component of the reward, by its name"),
+    Entry("environment/*", "counted rollouts that report it", "metrics of the environment or the agent loop"),
 )
 
 AUDIT = (
@@ -122,7 +140,7 @@ CATALOGUE = (
             Entry("dynamic_sampling/num_gen_batches", "(count)", "rounds of collection", "1 … 3"),
             Entry("dynamic_sampling/num_discarded_groups", "(count)", "groups without spread, which teach nothing"),
             Entry("dynamic_sampling/num_discarded_valid_samples", "(count)", "rollouts of groups beyond those wanted"),
-            Entry("dynamic_sampling/filtered_reward", "rollouts of kept groups", "reward of what is trained on"),
+            Entry("dynamic_sampling/filtered_reward", "rollouts of kept groups", "reward of the trained rollouts"),
         ),
     ),
     MetricGroup(
@@ -132,12 +150,12 @@ CATALOGUE = (
         (
             Entry("branching/groups", "(count)", "turns that were branched"),
             Entry(
-                "branching/groups_with_spread", "(count)", "of them, where the ends differ: only these teach", "most"
+                "branching/groups_with_spread", "(count)", "groups whose ends differ: only these are trained on", "most"
             ),
             Entry("branching/rollouts", "(count)", "branches"),
             Entry("branching/failed", "(count)", "branches that failed, for whatever reason", "0"),
             Entry(
-                "branching/not_rebuilt", "(count)", "of them, where the environment answered otherwise than before", "0"
+                "branching/not_rebuilt", "(count)", "branches whose environment answered differently than recorded", "0"
             ),
             Entry("branching/generated_tokens", "(sum)", "tokens generated for branches: of their new turns"),
             Entry("branching/turn_mean", "branched turns", "number of the turn, the first of a rollout is 0"),
@@ -154,7 +172,7 @@ CATALOGUE = (
             Entry("curriculum/below_band", "drawn tasks", "had a recent success rate below the band"),
             Entry("curriculum/in_band", "drawn tasks", "had one in the band", "rises, then stays"),
             Entry("curriculum/above_band", "drawn tasks", "had one above the band"),
-            Entry("curriculum/*", "(its own)", "what a curriculum of your own reports"),
+            Entry("curriculum/*", "(its own)", "metrics of a custom curriculum"),
         ),
     ),
     MetricGroup(
@@ -166,12 +184,22 @@ CATALOGUE = (
             Entry("validate/quarantined", "(count)", "rollouts refused, with a reason", "0"),
             Entry("validate/filtered", "(count)", "rollouts omitted although nothing is wrong with them"),
             Entry(
-                "validate/token_breaks", "(count)", "model calls whose prompt renders the tokens so far otherwise", "0"
+                "validate/token_breaks",
+                "(count)",
+                "model calls whose prompt renders the tokens so far differently",
+                "0",
             ),
             Entry("validate/token_breaks/*", "(count)", "of them by likely cause (`docs/concepts.md`)", "0"),
             Entry("validate/forks", "(count)", "model calls of a sub-agent, a branch or a compacted history"),
             Entry("validate/forks/*", "(count)", "of them by kind (`docs/agents.md`)"),
             Entry("validate/text_proved", "(count)", "rollouts whose text was proved against their tokens"),
+            Entry(
+                "validate/spelled_control_tokens",
+                "(count)",
+                "control tokens that messages spell (`<|im_end|>` in a page); they are text, and details name the rollouts",
+                "0",
+            ),
+            Entry("validate/unknown_tokens", "(count)", "generated tokens that the tokenizer lacks", "0"),
             Entry("validate/tokens", "(count)", "tokens in the sequences"),
             Entry("validate/trained_tokens", "(count)", "of them generated ones that can be trained on"),
         ),
@@ -181,10 +209,8 @@ CATALOGUE = (
         "Mismatch metrics compare the trainer before its first update with the engine, over the trained tokens; over all "
         "generated ones when no group had spread. Tokens are the trained ones, once an epoch.",
         (
-            Entry("train/skipped", "(state)", "1 where the iteration was skipped ([failures](failures.md))", "absent"),
-            Entry(
-                "train/checkpoint_bytes", "(bytes)", "of the new version, and of the trainer's state where it has one"
-            ),
+            Entry("train/skipped", "(state)", "1 if the iteration was skipped ([failures](failures.md))", "absent"),
+            Entry("train/checkpoint_bytes", "(bytes)", "of the new version, and of its trainer's state if stored"),
             Entry(
                 "train/save_seconds", "(seconds)", "to write them to the store; not of `train.service.kind: process`"
             ),
@@ -251,7 +277,7 @@ CATALOGUE = (
             Entry(
                 "offline/age_versions",
                 "(maximum)",
-                "policy versions since the data was collected, where known",
+                "policy versions since the data was collected, if known",
                 "small",
             ),
             Entry("offline/age_days", "(maximum)", "days since then"),
@@ -268,13 +294,19 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Evaluation",
-        "Of held-out tasks, at the iterations that `evaluation.every` says. Intervals are over tasks, of 95 %.",
+        "Of held-out tasks, at the iterations of `evaluation.every`. Intervals are over tasks, of 95 %.",
         (
             Entry("evaluation/reward/mean", "tasks", "mean of the tasks' mean rewards", "rises"),
             Entry("evaluation/reward/stderr", "tasks", "its standard error"),
             Entry("evaluation/reward/low", "tasks", "lower end of its bootstrap interval"),
             Entry("evaluation/reward/high", "tasks", "upper end"),
             Entry("evaluation/tasks", "(count)", "tasks with a reward"),
+            Entry(
+                "evaluation/tasks_in_training",
+                "(count)",
+                "evaluated tasks that are training tasks, too, by id, prompt or content; not with `offline`",
+                "0",
+            ),
             Entry(
                 "evaluation/pass_at_*",
                 "tasks",
@@ -294,7 +326,7 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Cost and waste",
-        "`cost.prices` and `cost.trainer_gpus` say what a resource costs. Wasted tokens are generated ones that nothing was "
+        "`cost.prices` and `cost.trainer_gpus` set the prices. Wasted tokens are generated ones that nothing was "
         "learnt from, each for one reason.",
         (
             Entry("cost/gpu_seconds", "(seconds)", "GPUs held by engine and trainer, used or not"),
@@ -305,9 +337,7 @@ CATALOGUE = (
             Entry("cost/judge_completion_tokens", "(sum)", "written by them"),
             Entry("cost/repeated_rollouts", "(count)", "rollouts that needed more than one attempt", "near 0"),
             Entry("cost/stage_attempts", "(count)", "attempts of all stages", "one a stage"),
-            Entry(
-                "cost/total", "(sum)", "by the price table, where there is one; without judges that it has no price of"
-            ),
+            Entry("cost/total", "(sum)", "by the price table, if set; without judges that have no price"),
             Entry("waste/failed_tokens", "(sum)", "of rollouts without a reward", "near 0"),
             Entry("waste/quarantined_tokens", "(sum)", "of rollouts that validation refused", "0"),
             Entry("waste/omitted_tokens", "(sum)", "of groups too small or more than wanted"),
@@ -326,18 +356,25 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Health",
-        "Of the run's process, once in a while; not in a manifest.",
+        "Of the run's process, once a minute; not in a manifest. MLflow shows them among its system metrics.",
         (
-            Entry("activity/*_in_flight", "(state)", "pieces of this work that are under way"),
-            Entry("activity/*_oldest_seconds", "(state)", "how long the oldest of them has been", "< its time limit"),
-            Entry("health/recent_errors", "(count)", "errors of the last five minutes", "0"),
+            Entry("system/activity/*_in_flight", "(state)", "pieces of this work that are under way"),
+            Entry(
+                "system/activity/*_oldest_seconds",
+                "(state)",
+                "how long the oldest of them has been",
+                "< its time limit",
+            ),
+            Entry("system/health/recent_errors", "(count)", "errors of the last five minutes", "0"),
         ),
     ),
     MetricGroup(
         "Time",
         "",
         (
-            Entry("time/iteration", "(seconds)", "wall time from report to report"),
+            Entry(
+                "time/iteration", "(seconds)", "wall time from report to report, without the time between two processes"
+            ),
             Entry("time/rollouts", "(seconds)", "the window in which rollouts run"),
             Entry("time/compute", "(seconds)", "the trainer's computation"),
             Entry("time/store", "(seconds)", "in which the flow's process waited for the store, report to report"),
@@ -345,10 +382,16 @@ CATALOGUE = (
             Entry(
                 "cpu_time/*",
                 "(seconds)",
-                "CPU of the process that ran the stage, while it ran; beside other stages, of its own threads",
+                "CPU of the process that ran the stage; if stages run at the same time, of its threads",
             ),
             Entry("refit/replica_seconds_max", "(maximum)", "the slowest replica's loading of the weights"),
             Entry("refit/kubernetes_calls", "(count)", "calls of the API server for a RayService's refit"),
+            Entry(
+                "refit/engine_replacements",
+                "(count)",
+                "Ray clusters that were deleted and made anew, because the RayService's template had changed",
+                "0, and 1 after a change of image, variables or sizes; more means that something keeps changing the template",
+            ),
             Entry("overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, artifacts"),
             Entry(
                 "kubernetes/calls",
@@ -358,14 +401,14 @@ CATALOGUE = (
             ),
             Entry("overhead/total", "(seconds)", "what Roundhouse adds: all but rollouts, computation and evaluation"),
             Entry("overhead/*", "(seconds)", "the stage outside rollouts and computation"),
-            Entry("iteration", "(state)", "the iteration; its history tells which ones MLflow has"),
+            Entry("iteration", "(state)", "the iteration; its history lists those that MLflow has"),
         ),
     ),
 )
 
 
 def meaning_of(metric: str) -> Entry | None:
-    """The row of a metric that was logged; the most specific where several cover it. None: it is in no table."""
+    """Return the row of a logged metric, the most specific of several. None: it is not listed."""
     rows = [entry for section in CATALOGUE for entry in section.entries if entry.covers(metric)]
     return max(rows, key=lambda entry: len(entry.name), default=None)
 

@@ -1,9 +1,8 @@
-"""MLflow as a view of the store: one MLflow run a training run, found again by the run's uid.
+"""MLflow as a view of the store: one MLflow run per training run, found by the run's uid.
 
-Invariant: everything here is read from what the store has committed, and each iteration is logged once: its metrics, which
-carry the mark, are the last that is written of it. So a call that failed half way is repeated as a whole, and the server may be
-any, also a new and empty one. These calls wait for the server and raise what it answers; `roundhouse.tracking.tracker` keeps
-them off a run's way.
+Invariant: all data comes from committed stages, and each iteration is logged once: its metrics, which carry the mark,
+are written last. An interrupted call is therefore repeated as a whole, and the server may be new and empty. These calls
+wait for the server and raise its errors; `roundhouse.tracking.tracker` keeps them from delaying a run.
 """
 
 from __future__ import annotations
@@ -31,8 +30,14 @@ from roundhouse.store.stage import Manifest, StageKind
 from roundhouse.tracking.traces import UID_TAG, TraceWriter, delete_versions, follow_store, register_checkpoint
 from roundhouse.trajectories.records import as_markdown
 
+log = logging.getLogger(__name__)
+
+RUNNING = "RUNNING"
+"""MLflow's status of a run at work."""
+DELETED = "deleted"
+"""MLflow's life cycle stage of deleted objects."""
 ITERATION_METRIC = "iteration"
-"""Logged with every iteration; its history says which iterations MLflow has."""
+"""Logged with every iteration; its history lists the iterations that MLflow has."""
 PLOT = "learning-curve.png"
 DESCRIBED_TAG = "roundhouse.described"
 CLASSIC_VIEW = ("mlflow.experimentKind", "custom_model_development")
@@ -45,7 +50,7 @@ FIRST_LOOK = (
     "rollout/failed_rate",
     "time/iteration",
 )
-"""What to look at first: the columns of MLflow's table of runs."""
+"""Metrics to show first: the columns of MLflow's table of runs."""
 VIEW_KEY = "roundhouse"
 """Names the columns of the experiment's table: its address ends with `?viewStateShareKey=roundhouse`."""
 VIEW = (
@@ -75,8 +80,8 @@ class MlflowRun:
     def missing_iterations(self) -> list[int]:
         """Iterations that are complete in the store, their report included, and not in MLflow."""
         newest = self._run.latest_checkpoint()
-        wanted = [] if newest is None else range(self._run.first_version, newest.policy_version + 1)
-        return [k for k in wanted if k not in self._logged and self._run.is_reported(k)]
+        iterations = [] if newest is None else range(self._run.first_version, newest.policy_version + 1)
+        return [k for k in iterations if k not in self._logged and self._run.is_reported(k)]
 
     def log_missing_iterations(self) -> None:
         """Log all of them, oldest first."""
@@ -84,7 +89,8 @@ class MlflowRun:
             self.log_iteration(iteration)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Log what is missing and close the MLflow run (FINISHED, FAILED or KILLED); opening it again makes it RUNNING."""
+        """Log missing data and close the MLflow run (FINISHED, FAILED or KILLED). With RUNNING, which opening it sets,
+        leave it open: another process works on the run."""
         self.log_missing_iterations()
         self.follow_store()
         try:
@@ -98,10 +104,11 @@ class MlflowRun:
                 self._client.log_artifact(self.mlflow_run_id, str(file))
         if self._monitor is not None:
             self._monitor.finish()
-        self._client.set_terminated(self.mlflow_run_id, status)
+        if status != RUNNING:
+            self._client.set_terminated(self.mlflow_run_id, status)
 
     def follow_store(self) -> None:
-        """Let the registered model say what the store says of its versions."""
+        """Update the registered model's versions from the store."""
         follow_store(self._client, self._run)
 
     def monitor_system(self) -> None:
@@ -116,6 +123,17 @@ class MlflowRun:
             self.mlflow_run_id, sampling_interval=SYSTEM_METRICS_SECONDS, resume_logging=True
         )
         self._monitor.start()
+
+    def restore(self) -> None:
+        """Take the run and its experiment out of MLflow's trash.
+
+        Raises:
+            MlflowException: MLflow does not have them any more, or does not answer.
+        """
+        page = self._client.get_run(self.mlflow_run_id)
+        if restore_experiment(self._client, self._client.get_experiment(page.info.experiment_id)):
+            page = self._client.get_run(self.mlflow_run_id)  # MLflow may have restored it, too
+        restore_run(self._client, page)
 
     def tag(self, tags: dict[str, str]) -> None:
         """Set tags of the run."""
@@ -147,16 +165,16 @@ class MlflowRun:
     def _log_datasets(self, iteration: int, manifests: dict[str, Manifest]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        found = []
+        dataset_inputs = []
         for kind, context in (("collect", "rollouts"), ("validate", "sequences")):
             reference = self._run.stage(iteration, kind).reference()
             if kind in manifests and reference is not None:
-                found.append((f"{context}-{iteration:06d}", reference, context))
+                dataset_inputs.append((f"{context}-{iteration:06d}", reference, context))
         if (
             StageKind.VALIDATE in manifests
             and (collected := manifests[StageKind.VALIDATE].inputs.get("dataset")) is not None
         ):
-            found.append(("-".join(collected.uri.split("/")[-2:]), collected, "offline rollouts"))
+            dataset_inputs.append(("-".join(collected.uri.split("/")[-2:]), collected, "offline rollouts"))
         inputs = [
             DatasetInput(
                 Dataset(
@@ -167,26 +185,26 @@ class MlflowRun:
                 ),
                 [InputTag("mlflow.data.context", context)],
             )
-            for name, reference, context in found
+            for name, reference, context in dataset_inputs
         ]
         if inputs:
             self._client.log_inputs(self.mlflow_run_id, inputs)
 
 
 def mlflow_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of metrics or parameters, and each as MLflow takes it: for one that it refuses, it refuses the whole batch.
+    """Map names of metrics or parameters to names that MLflow accepts: it refuses a whole batch for one bad name.
 
-    Characters beyond letters, digits and `_-.: /` become `_`, and parts that are empty or dots alone go. A name that is changed
-    and is then like another, or that is too long, ends with a digest of the whole name.
+    Characters other than letters, digits and `_-.: /` become `_`, and parts that are empty or only dots are removed. A
+    changed name that collides with another, or is too long, ends with a digest of the whole name.
     """
     taken = {name: _taken(name) for name in names}
-    found: dict[str, str] = {}
+    names_by_original: dict[str, str] = {}
     alike = Counter(taken.values())
     for name, new in taken.items():
         if len(new) > LONGEST_NAME or (new != name and alike[new] > 1):
             new = f"{new[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-        found[name] = new
-    return found
+        names_by_original[name] = new
+    return names_by_original
 
 
 def _taken(name: str) -> str:
@@ -202,15 +220,18 @@ def _points(values: Mapping[str, float], stamp: int, step: int) -> list[Any]:
 
 
 def server_of(run: Run) -> str | None:
-    """Address of the tracking server that the run's numbers go to; None where there is none."""
+    """Return the address of the run's tracking server, or None."""
     return run.config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 
-def client_of(uri: str) -> Any:
-    """A client that soon says that a server does not answer: few, short attempts.
+def client_of(uri: str, *, writes_traces: bool = True) -> Any:
+    """Return a client that fails fast if a server does not answer: few, short attempts.
+
+    Args:
+        writes_traces: also send this process's traces to the server.
 
     Raises:
-        MlflowException: the address is none that MLflow knows.
+        MlflowException: MLflow does not support the address.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -219,21 +240,25 @@ def client_of(uri: str) -> Any:
     import mlflow
     from mlflow.tracking import MlflowClient
 
-    mlflow.set_tracking_uri(uri)  # traces know no other way
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each version and each monitor
+    if writes_traces:
+        mlflow.set_tracking_uri(uri)  # traces know no other way
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each version and each monitor
     return MlflowClient(uri)
 
 
 def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
-    """Find or create the MLflow run.
+    """Find or create the MLflow run. A deleted one, or one in a deleted experiment, is restored.
 
     Raises:
         MlflowException: the server does not answer, or refuses.
     """
+    from mlflow.entities import ViewType
+
     client = client_of(uri)
     experiment = client.get_experiment_by_name(run.config.tracking.experiment)
     if experiment is not None:
         experiment_id = experiment.experiment_id
+        restore_experiment(client, experiment)
     else:
         experiment_id = client.create_experiment(run.config.tracking.experiment)
         client.set_experiment_tag(experiment_id, *CLASSIC_VIEW)
@@ -241,20 +266,45 @@ def open_mlflow_run(run: Run, uri: str) -> MlflowRun:
         table = f"[table of runs](#{_table_path(experiment_id)})"
         note = f"Runs of Roundhouse. The {table} shows what to look at first; docs/metrics.md explains every metric."
         client.set_experiment_tag(experiment_id, "mlflow.note.content", note)
-    found = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
-    if found:
-        client.update_run(found[0].info.run_id, status="RUNNING")
+    runs = client.search_runs([experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", ViewType.ALL, max_results=1)
+    if runs:
+        restore_run(client, runs[0])
+        client.update_run(runs[0].info.run_id, status=RUNNING)
     else:
         tags = {UID_TAG: run.uid, "roundhouse.run_id": run.run_id, "roundhouse.code_version": run.code_version}
-        found = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
-    mlflow_run_id = found[0].info.run_id
+        runs = [client.create_run(experiment_id, int(run.created_at * 1000), tags, run.run_id)]
+    mlflow_run_id = runs[0].info.run_id
     for name, value in run.config.tracking.labels.items():
-        if found[0].data.tags.get(name) != value:
+        if runs[0].data.tags.get(name) != value:
             client.set_tag(mlflow_run_id, name, value)
-    if DESCRIBED_TAG not in found[0].data.tags:
+    if DESCRIBED_TAG not in runs[0].data.tags:
         _describe(client, mlflow_run_id, run)
     url = f"{masked_text(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
     return MlflowRun(client, run, experiment_id, mlflow_run_id, url)
+
+
+def page_of(client: Any, run: Run) -> Any | None:
+    """Return the MLflow run of a training run; None if it is missing or deleted."""
+    if (experiment := client.get_experiment_by_name(run.config.tracking.experiment)) is None:
+        return None
+    pages = client.search_runs([experiment.experiment_id], f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1)
+    return pages[0] if pages else None
+
+
+def restore_experiment(client: Any, experiment: Any) -> bool:
+    """Restore a deleted experiment, to which nothing can be logged. Return whether it was deleted."""
+    if experiment.lifecycle_stage != DELETED:
+        return False
+    client.restore_experiment(experiment.experiment_id)
+    log.warning("MLflow's experiment %r was deleted, and is restored.", experiment.name)
+    return True
+
+
+def restore_run(client: Any, page: Any) -> None:
+    """Restore a deleted run, to which nothing can be logged."""
+    if page.info.lifecycle_stage == DELETED:
+        client.restore_run(page.info.run_id)
+        log.warning("MLflow's run %s was deleted, and is restored.", page.info.run_name)
 
 
 def table_url(page_url: str) -> str:
@@ -290,7 +340,7 @@ def _table_path(experiment_id: str) -> str:
 
 
 def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
-    """Write what holds for the whole run; its tag is the last, so that a call that failed half way is repeated as a whole."""
+    """Write the facts about the whole run; its tag is written last, so an interrupted call is repeated as a whole."""
     from mlflow.entities import Param
 
     settings = flatten(run.config.model_dump(mode="json"))
@@ -306,7 +356,7 @@ def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
         f"`roundhouse view {run.run_id}`."
     )
     tags = {"mlflow.source.name": "roundhouse", "mlflow.source.type": "LOCAL", "mlflow.note.content": note}
-    with contextlib.suppress(KeyError, OSError):  # a pod's user may have no name
+    with contextlib.suppress(KeyError, OSError):  # a pod's user may lack a name
         tags["mlflow.user"] = getpass.getuser()
     if commit := re.search(r"\+g([0-9a-f]+)$", run.code_version):
         tags["mlflow.source.git.commit"] = commit[1]
@@ -314,9 +364,6 @@ def _describe(client: Any, mlflow_run_id: str, run: Run) -> None:
         tags |= {f"roundhouse.parent.{key}": str(value) for key, value in flatten(run.parent.model_dump()).items()}
     for name, value in (tags | {DESCRIBED_TAG: "true"}).items():
         client.set_tag(mlflow_run_id, name, value)
-
-
-log = logging.getLogger(__name__)
 
 
 def tell_mlflow(run: Run, version: int) -> None:
@@ -328,11 +375,7 @@ def tell_mlflow(run: Run, version: int) -> None:
 
     client = client_of(uri)
     try:
-        experiment = client.get_experiment_by_name(run.config.tracking.experiment)
-        ids = [] if experiment is None else [experiment.experiment_id]
-        found = client.search_runs(ids, f"tags.`{UID_TAG}` = '{run.uid}'", max_results=1) if ids else []
-        if not found:
-            return
-        register_checkpoint(client, run, version, found[0].info.run_id)
+        if (page := page_of(client, run)) is not None:
+            register_checkpoint(client, run, version, page.info.run_id)
     except MlflowException as error:
         log.warning("MLflow was not told of the answer about version %d (%s); the store has it", version, error)

@@ -1,8 +1,8 @@
 """Rollouts as MLflow traces: agent, model calls, tool calls, verdict, with the reward as feedback.
 
-Invariant: a trace says only what was recorded. A model call has its measured seconds; of tool calls the moment is known by
-their order alone, so their spans have no length, and the environment's seconds stand at the root. A trace's request is the
-messages that the policy was given, its response the text of its last answer.
+Invariant: a trace contains only recorded data. A model call has its measured seconds; only the order of tool calls is
+known, so their spans have no length, and the root has the environment's seconds. A trace's request is the policy's
+input messages, its response the text of its last answer.
 
     calculator/17/0          5.1 s    AGENT        messages -> answer; task, status       feedback: reward 1.0
       model call 0           0.8 s    CHAT_MODEL   generated items; tokens, finish reason, policy version
@@ -10,10 +10,10 @@ messages that the policy was given, its response the text of its last answer.
       model call 1           0.5 s    CHAT_MODEL
       verify                   –      EVALUATOR    reward and its components
 
-Checkpoints as versions of a registered model in MLflow, with the way back to the data they were trained on.
+Checkpoints as versions of a registered model in MLflow, with a link to their training data.
 
-Invariant: a version points to the checkpoint in our store, copies nothing, and is registered once; the alias `promoted` is on
-the version that the store calls promoted, and a version whose checkpoint retention has deleted says so.
+Invariant: a version points to the checkpoint in our store, copies nothing, and is registered once. The alias `promoted`
+is on the store's promoted version, and a version whose checkpoint was deleted is marked so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRACES_A_PAGE = 500
 
 @dataclass(slots=True)
 class ModelCall:
-    """One turn's items: what the policy said, and what its tools answered."""
+    """One turn's items: the policy's output, and its tools' answers."""
 
     said: list[dict[str, Any]] = field(default_factory=list)
     answered: list[dict[str, Any]] = field(default_factory=list)
@@ -61,8 +61,8 @@ class TraceWriter:
         """
         from mlflow.exceptions import MlflowException
 
-        there = self._rollouts_there(iteration)
-        written = [(self._write(each, iteration), each) for each in rollouts if each.rollout_id not in there]
+        present = self._rollouts_there(iteration)
+        written = [(self._write(each, iteration), each) for each in rollouts if each.rollout_id not in present]
         if written and (lost := {each.rollout_id for _, each in written} - self._rollouts_there(iteration)):
             raise MlflowException(f"traces of {', '.join(sorted(lost))} did not arrive")
         for trace_id, rollout in written:
@@ -74,22 +74,22 @@ class TraceWriter:
                 mlflow.log_feedback(trace_id=trace_id, name="reward", value=rollout.reward, source=source)
 
     def _rollouts_there(self, iteration: int) -> set[str]:
-        there: set[str] = set()
+        rollout_ids: set[str] = set()
         token: str | None = None
         while True:
-            found = self._client.search_traces(
+            page = self._client.search_traces(
                 locations=[self._experiment_id],
                 filter_string=f"tags.`{UID_TAG}` = '{self._uid}' AND tags.`{ITERATION_TAG}` = '{iteration}'",
                 max_results=TRACES_A_PAGE,
                 page_token=token,
                 include_spans=False,
             )
-            there |= {trace.info.tags[ROLLOUT_TAG] for trace in found}
-            if not (token := found.token):
-                return there
+            rollout_ids |= {trace.info.tags[ROLLOUT_TAG] for trace in page}
+            if not (token := page.token):
+                return rollout_ids
 
     def _write(self, rollout: Rollout, iteration: int) -> str:
-        client, begun = self._client, int(rollout.started_at * NANOSECONDS)
+        client, start = self._client, int(rollout.started_at * NANOSECONDS)
         root = client.start_trace(
             name=rollout.rollout_id,
             span_type="AGENT",
@@ -109,10 +109,10 @@ class TraceWriter:
             },
             tags={ROLLOUT_TAG: rollout.rollout_id, ITERATION_TAG: str(iteration), UID_TAG: self._uid},
             experiment_id=self._experiment_id,
-            start_time_ns=begun,
+            start_time_ns=start,
             run_id=self._mlflow_run_id,
         )
-        now = begun
+        now = start
         for call, turn in zip_turns(rollout):
             now = self._model_call(root, call, turn, now)
         if rollout.reward is not None:
@@ -125,7 +125,7 @@ class TraceWriter:
             root.trace_id,
             outputs=answer_text(rollout),
             status="ERROR" if rollout.status is Status.FAILED else "OK",
-            end_time_ns=max(now, begun + int(rollout.seconds * NANOSECONDS)),
+            end_time_ns=max(now, start + int(rollout.seconds * NANOSECONDS)),
         )
         return root.trace_id
 
@@ -161,14 +161,15 @@ class TraceWriter:
 
 
 def zip_turns(rollout: Rollout) -> Iterator[tuple[ModelCall, Turn | None]]:
-    """The conversation's model calls with their turns; a turn is None where the agent's record has more calls than turns."""
+    """Return the conversation's model calls with their turns; a turn is None if the agent's record has more calls
+    than turns."""
     calls = model_calls(rollout.items)
     for number, call in enumerate(calls):
         yield call, rollout.turns[number] if number < len(rollout.turns) else None
 
 
 def model_calls(items: Sequence[dict[str, Any]]) -> list[ModelCall]:
-    """Cut a conversation into model calls: what the policy said up to the next item that is not its own."""
+    """Split a conversation into model calls: the policy's items up to the next foreign item."""
     calls: list[ModelCall] = []
     speaking = False
     for item in items:
@@ -185,16 +186,16 @@ def model_calls(items: Sequence[dict[str, Any]]) -> list[ModelCall]:
 
 
 def given_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What the policy was given before it first spoke, as messages of a chat."""
-    given = itertools.takewhile(lambda item: not _is_the_policys(item), items)
-    return [{"role": item.get("role", "user"), "content": item_text(item)} for item in given]
+    """Return the policy's input before its first reply, as chat messages."""
+    initial = itertools.takewhile(lambda item: not _is_the_policys(item), items)
+    return [{"role": item.get("role", "user"), "content": item_text(item)} for item in initial]
 
 
 def answer_text(rollout: Rollout) -> str:
     """The text of the policy's last message; of a rollout that ended without one, how it ended."""
-    said = [item for item in rollout.items if _is_the_policys(item) and item.get("type", "message") == "message"]
-    if said and rollout.status is not Status.FAILED:
-        return item_text(said[-1])
+    messages = [item for item in rollout.items if _is_the_policys(item) and item.get("type", "message") == "message"]
+    if messages and rollout.status is not Status.FAILED:
+        return item_text(messages[-1])
     return f"({rollout.status.value}: {rollout.failure_code or rollout.finish_reason or 'no message'})"
 
 
@@ -212,9 +213,9 @@ DELETED = "deleted"
 
 
 def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str) -> str | None:
-    """Register an evaluated checkpoint, and let the model follow the store; return the registered model's name.
+    """Register an evaluated checkpoint, update the model from the store, and return the registered model's name.
 
-    None when registration is off, or no checkpoint is known. One that is deleted by now is registered as such.
+    None when registration is off, or no checkpoint is known. A deleted one is registered as deleted.
     """
     name = model_name(run)
     evaluation = run.stage(version, StageKind.EVALUATE).reference()
@@ -233,7 +234,9 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
     if registered_version(client, name, run, version) is None:
         place = model_location(Location(checkpoint.uri)).uri  # the Hugging Face directory
         path = place.removeprefix("file://")
-        said = f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{path}`. MLflow has no copy."
+        description = (
+            f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{path}`. MLflow has no copy."
+        )
         tags = {
             VERSION_TAG: str(version),
             UID_TAG: run.uid,
@@ -248,40 +251,40 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
             if stage is not None:
                 tags[f"roundhouse.{kind}"] = f"{stage.uri}@{stage.digest}"
         measured = {} if evaluation is None else read_manifest(evaluation).metrics
-        if (reward := measured.get("evaluation/reward/mean")) is not None:  # there is none where every rollout failed
+        if (reward := measured.get("evaluation/reward/mean")) is not None:  # missing if every rollout failed
             tags["roundhouse.heldout_reward"] = f"{reward:.4f}"
         client.create_model_version(
             name,
             source="roundhouse" + place.removeprefix("file") if place.startswith("file://") else place,
             run_id=mlflow_run_id,
             tags=tags,
-            description=said,
+            description=description,
         )
     follow_store(client, run)
     return name
 
 
 def follow_store(client: Any, run: Run) -> None:
-    """Put the alias on the promoted version, show people's answers, and mark versions whose checkpoints were deleted."""
+    """Set the alias on the promoted version, show people's answers, and mark versions with deleted checkpoints."""
     name = model_name(run)
     if name is None:
         return
     promoted = promoted_version(run)
-    for found in client.search_model_versions(f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}'"):
-        version = int(found.tags[VERSION_TAG])
-        if version == promoted and ALIAS not in client.get_model_version(name, found.version).aliases:
-            client.set_registered_model_alias(name, ALIAS, found.version)
-        if APPROVAL_TAG not in found.tags and (answer := answer_to(run, version)) is not None:
-            client.set_tag(found.run_id, f"{APPROVAL_TAG}.{version}", str(answer))
-            client.set_model_version_tag(name, found.version, APPROVAL_TAG, str(answer))
-        if found.tags.get(STATE_TAG) != DELETED and run.checkpoint(version).reference() is None:
-            client.set_model_version_tag(name, found.version, STATE_TAG, DELETED)
-            said = f"**Deleted from the store by retention** (`checkpoint.keep_last`, `keep_every`). {found.description or ''}"
-            client.update_model_version(name, found.version, said)
+    for model_version in client.search_model_versions(f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}'"):
+        version = int(model_version.tags[VERSION_TAG])
+        if version == promoted and ALIAS not in client.get_model_version(name, model_version.version).aliases:
+            client.set_registered_model_alias(name, ALIAS, model_version.version)
+        if APPROVAL_TAG not in model_version.tags and (answer := answer_to(run, version)) is not None:
+            client.set_tag(model_version.run_id, f"{APPROVAL_TAG}.{version}", str(answer))
+            client.set_model_version_tag(name, model_version.version, APPROVAL_TAG, str(answer))
+        if model_version.tags.get(STATE_TAG) != DELETED and run.checkpoint(version).reference() is None:
+            client.set_model_version_tag(name, model_version.version, STATE_TAG, DELETED)
+            reason = "**Deleted from the store by retention** (`checkpoint.keep_last`, `keep_every`)."
+            client.update_model_version(name, model_version.version, f"{reason} {model_version.description or ''}")
 
 
 def delete_versions(client: Any, run: Run) -> None:
-    """Delete the run's model versions, and the registered model where no other run has one of it."""
+    """Delete the run's model versions, and the registered model if no other run has a version of it."""
     name = model_name(run)
     if name is None:
         return
@@ -299,7 +302,7 @@ def model_name(run: Run) -> str | None:
 
 
 def registered_version(client: Any, name: str, run: Run, version: int) -> Any | None:
-    found = client.search_model_versions(
+    versions = client.search_model_versions(
         f"name = '{name}' and tags.`{UID_TAG}` = '{run.uid}' and tags.`{VERSION_TAG}` = '{version}'"
     )
-    return client.get_model_version(name, found[0].version) if found else None
+    return client.get_model_version(name, versions[0].version) if versions else None

@@ -1,38 +1,34 @@
-"""Tracking of a run: a thread that writes to MLflow what the store has and MLflow lacks.
+"""Tracking of a run: a thread that writes the store's missing data to MLflow.
 
-Invariant: a run never waits for MLflow while it works. The server may not be up yet, hang, answer with errors or die: the
-thread tries again, at every new iteration and at least once a minute, and writes everything that is missing as soon as it can.
-Only at its end a run waits, as long as the page grows, and for `PATIENCE_SECONDS` where it does not.
+Invariant: a working run never waits for MLflow. The server may not be up yet, hang, answer with errors or die: the
+thread retries at every new iteration and at least once a minute, and writes everything that is missing. Only at its end
+a run waits, as long as the page grows, and then for `PATIENCE_SECONDS`.
 
-The other sinks of `tracking.sinks` are given each iteration's metrics as it is reported; one that raises costs a warning.
-
-    run      ── update() ──────────── update() ──── finish() … the summary says whether MLflow has everything
+    run      ── update() ──────────── update() ──── finish() … the summary reports whether MLflow has everything
     thread        └ refused ┄ again ┄ refused ┄ again ─ iterations 0 to 7 ─ closed
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from roundhouse.config.secrets import masked_text
-from roundhouse.errors import ConfigError
-from roundhouse.imports import load_class
-from roundhouse.stages.report import iteration_manifests, iteration_metrics, stage_seconds
+from roundhouse.health.heartbeat import record_closed_page, state_of
+from roundhouse.stages.report import iteration_manifests, stage_seconds
 from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from roundhouse.tracking import mlflow
-from roundhouse.tracking.mlflow import MlflowRun
+from roundhouse.tracking.ended_runs import STATUS_OF
+from roundhouse.tracking.mlflow import RUNNING, MlflowRun
 
 PATIENCE_SECONDS = 30.0
-"""How long the end of a run waits for a page that does not grow: as long as MLflow needs for a restart."""
+"""Time that the end of a run waits for a page that does not grow: as long as MLflow needs for a restart."""
 PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds between two attempts at a server that does not answer; the last is repeated."""
 POSTED = 1000
@@ -42,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker:
-    """What writes one run's page in MLflow, for the time that a process works on the run."""
+    """Writer of one run's MLflow page, while a process works on the run."""
 
     def __init__(self, run: Run, uri: str) -> None:
         self._run = run
@@ -69,23 +65,23 @@ class Tracker:
         return None if self._page is None else self._page.url
 
     def update(self) -> None:
-        """Say that the store may have more than before."""
+        """Notify the tracker of new data in the store."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
 
     def tag(self, tags: dict[str, str]) -> None:
         """Set tags of the page."""
-        self._post(lambda page: page.tag(tags))
+        self.post(lambda page: page.tag(tags))
 
     def log_gauges(self, gauges: dict[str, float]) -> None:
         """Log numbers of this moment."""
         now = time.time()
-        self._post(lambda page: page.log_gauges(gauges, now))
+        self.post(lambda page: page.log_gauges(gauges, now))
 
     def follow_store(self) -> None:
-        """Say that a promotion was answered."""
-        self._post(MlflowRun.follow_store)
+        """Notify the tracker of an answered promotion."""
+        self.post(MlflowRun.follow_store)
 
     def settle(self) -> bool:
         """Wait until the page has all that the store has; whether it has.
@@ -101,13 +97,13 @@ class Tracker:
             return self._answered >= self._asked
 
     def stop(self) -> None:
-        """Write no more than what is being written."""
+        """Stop after the present write."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def finish(self, status: str = "FINISHED") -> bool:
-        """Close the page behind the run's last iteration; whether it has everything. A warning says where it has not."""
+        """Close the page after the run's last iteration and return whether it has everything. Warn if it has not."""
         self._ending = status
         self.update()
         complete = self.settle()
@@ -124,10 +120,28 @@ class Tracker:
         )
         return False
 
+    def close(self, state: str, seconds: float) -> None:
+        """Close the page of a run that ends early, and let it show the state (`roundhouse.health.heartbeat.State`).
+
+        Wait for at most `seconds`, and not for a server that does not answer: `ended_runs` closes the page later.
+        """
+        with self._changed:
+            if self._stopped:
+                return
+            self._ending = STATUS_OF[state]
+            self._asked += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._answered >= self._asked or self._failures > 0, seconds)
+            is_closed = self._answered >= self._asked
+        self.stop()
+        if is_closed:
+            record_closed_page(self._run.location, self._uri)
+
     def _gave_up(self) -> bool:
         return self._failures > 0 and not self._ending
 
-    def _post(self, job: Callable[[MlflowRun], None]) -> None:
+    def post(self, job: Callable[[MlflowRun], None]) -> None:
+        """Do a job once the server answers, and again if it raises."""
         self._posted.append(job)
         with self._changed:
             self._changed.notify_all()
@@ -139,12 +153,13 @@ class Tracker:
                     self._pause(PAUSES[min(self._failures, len(PAUSES)) - 1])
                 else:
                     self._changed.wait_for(lambda: self._asked > self._answered or self._posted or self._stopped)
-                asked = self._asked
+                requests = self._asked
             if self._stopped:
                 return
             try:
                 ending = self._ending
                 page = self._page = self._page or mlflow.open_mlflow_run(self._run, self._uri)
+                page.restore()
                 for iteration in page.missing_iterations():
                     page.log_iteration(iteration)
                     self._written += 1
@@ -157,6 +172,8 @@ class Tracker:
                     page.monitor_system()
             except Exception as error:  # noqa: BLE001 (border of the requests: a view may break in any way)
                 self._reason = masked_text(str(error))
+                if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+                    self._page = None  # it was deleted for good: the next try makes another one
                 if self._failures == 0:
                     log.warning(
                         "MLflow at %s does not answer (%s): the run continues, the store keeps everything, and what is "
@@ -170,84 +187,28 @@ class Tracker:
             else:
                 self._failures = 0
                 with self._changed:
-                    self._answered = asked
+                    self._answered = requests
                     self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
         """Wait; no longer than until there is more to write."""
-        asked = self._asked
-        self._changed.wait_for(lambda: self._asked > asked or self._stopped, seconds)
+        requests = self._asked
+        self._changed.wait_for(lambda: self._asked > requests or self._stopped, seconds)
 
 
-class MetricsSink(Protocol):
-    """What `tracking.sinks` names; it is made with the run."""
+def catch_up(run: Run, state: str | None = None) -> bool:
+    """Write a run's missing data to MLflow and return whether it then has everything.
 
-    def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an iteration, by the names of docs/metrics.md. After a restart all iterations come again, oldest
-        first: one that the sink has is to be passed over or replaced."""
-        ...
-
-
-class JsonLinesSink:
-    """A line of JSON an iteration: `{"iteration": 3, "reward/mean": 0.5, …}`. A last line that a kill tore is written again."""
-
-    def __init__(self, run: Run) -> None:
-        self.file = Path(run.config.infra.state) / "metrics" / f"{run.run_id}.jsonl"
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.touch()
-        whole = self.file.read_bytes().rpartition(b"\n")
-        os.truncate(self.file, len(whole[0] + whole[1]))
-        self._written = {json.loads(line)["iteration"] for line in whole[0].splitlines()}
-
-    def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        if iteration not in self._written:
-            with self.file.open("a") as file:
-                file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
-            self._written.add(iteration)
-
-
-class Sinks:
-    """The sinks of a run beside MLflow, for the time that a process works on it."""
-
-    def __init__(self, run: Run) -> None:
-        """
-        Raises:
-            ConfigError: a class cannot be found.
-        """
-        names = [name for name in run.config.tracking.sinks if name != "mlflow"] if run.config.tracking.enabled else []
-        self._run, self._next = run, run.first_version
-        classes: list[Callable[[Run], MetricsSink]] = []
-        for name in names:
-            found: Any = JsonLinesSink if name == "json_lines" else load_class(name, object, "tracking.sinks")
-            if not callable(getattr(found, "log_iteration", None)):
-                raise ConfigError(f"tracking.sinks names {name!r}, which does not define log_iteration.")
-            classes.append(found)
-        self._sinks: list[MetricsSink] = []
-        for name, sink in zip(names, classes, strict=True):
-            try:
-                self._sinks.append(sink(run))
-            except Exception as error:  # noqa: BLE001 (border of the sink's own code)
-                log.warning("tracking.sinks: %s cannot be opened, and this run goes on without it: %r", name, error)
-
-    def update(self) -> None:
-        """Give them what has been reported since."""
-        while self._sinks and self._run.is_reported(self._next):
-            metrics = iteration_metrics(iteration_manifests(self._run, self._next))
-            for sink in self._sinks:
-                try:
-                    sink.log_iteration(self._next, metrics)
-                except Exception as error:  # noqa: BLE001 (border of the sink's own code)
-                    log.warning("%s did not take iteration %d: %r", type(sink).__name__, self._next, error)
-            self._next += 1
-
-
-def catch_up(run: Run) -> bool:
-    """Write to MLflow what it lacks of a run that no process works on; whether it has everything then."""
+    Args:
+        state: state that the page shows; by default the run's.
+    """
     if (tracker := open_tracker(run)) is None:
         return False
-    summary = run.summary()
-    complete = tracker.finish("KILLED" if summary is None else "FINISHED")
-    if summary is not None:
+    status = STATUS_OF.get(state or state_of(run), RUNNING)
+    complete = tracker.finish(status)
+    if complete and status != RUNNING:
+        record_closed_page(run.location, str(mlflow.server_of(run)))
+    if (summary := run.summary()) is not None:
         run.write_summary(summary | {"mlflow_complete": complete, "mlflow_url": tracker.url})
     return complete
 
@@ -290,7 +251,7 @@ def plot_run(run: Run, summary: dict[str, Any], file: Path) -> None:
 
 
 def _plot_reward(axes: Any, summary: dict[str, Any], first: int) -> None:
-    nan = float("nan")  # a gap where an iteration was skipped
+    nan = float("nan")  # a gap for a skipped iteration
     rewards = [nan if reward is None else reward for reward in summary["reward_by_iteration"]]
     axes.plot(range(first, first + len(rewards)), rewards, color="#4c78a8", linewidth=1.6, label="training rollouts")
     evaluations = [each for each in summary["evaluation"]["all"] if each["reward_mean"] is not None]

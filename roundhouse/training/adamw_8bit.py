@@ -1,12 +1,12 @@
-"""AdamW whose moments are 8-bit numbers with a scale for each block (torchao; Dettmers et al., arXiv:2110.02861).
+"""AdamW whose moments are 8-bit numbers with a scale per block (torchao; Dettmers et al., arXiv:2110.02861).
 
-Invariant: a block lies within a row of its parameter, so the numbers of a row are the same over however many ranks the rows are
-spread, and a checkpoint holds them as they are:
+Invariant: a block lies within a row of its parameter, so a row's numbers do not depend on the number of ranks, and a
+checkpoint holds them unchanged:
 
     exp_avg.codes/<parameter>    uint8, of the parameter's shape
     exp_avg.scale/<parameter>    float32, [rows, blocks of a row]
 
-Parameters that have no whole blocks in a row, and small ones, keep moments in float32 (`optimizer.in_blocks`).
+Small parameters and those without whole blocks in a row keep moments in float32 (`optimizer.in_blocks`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RowwiseAdamW8bit(AdamW8bit):
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
         local: Any = p.to_local() if isinstance(p, DTensor) else p
         if in_blocks(p.shape) and len(local):
-            made = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
+            buffer = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
         else:
-            made = torch.zeros_like(local)
-        return _spread_as(p, made)
+            buffer = torch.zeros_like(local)
+        return _spread_as(p, buffer)
 
     def step(self, closure: Any = None) -> Any:
         """On a CPU without torch.compile, which would need a compiler of C++ and gain nothing."""
@@ -57,11 +57,11 @@ class RowwiseAdamW8bit(AdamW8bit):
         state = self.state[parameter]
         if moment not in state:
             state[moment] = self._new_buffer(parameter, moment == "exp_avg")
-        held, mine = (
+        own, mine = (
             x.to_local() if isinstance(x, DTensor) else x for x in (state[moment], sharded_like(saved, parameter))
         )
-        if len(held):
-            target = getattr(held, part)
+        if len(own):
+            target = getattr(own, part)
             target.copy_(mine.view(target.shape))
 
 

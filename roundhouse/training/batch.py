@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from roundhouse.config.rollout import LARGEST_REWARD
 from roundhouse.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ OPTIONAL = pa.schema(
         ("turn_rewards", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())]))),
     ]
 )
-"""Columns that training reads where they exist: datasets written without them, or with nulls in them, stay readable."""
+"""Optional columns of training: datasets without them, or with nulls in them, stay readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TrainingSequences:
     policy_versions: np.ndarray
     """[S] int64: the weights that generated the sequence."""
     offsets: np.ndarray
-    """[S + 1] int64: where each sequence begins in the token arrays."""
+    """[S + 1] int64: start of each sequence in the token arrays."""
     token_ids: np.ndarray
     """[T] int32."""
     loss_mask: np.ndarray
@@ -72,11 +73,11 @@ class TrainingSequences:
     generated_tokens: np.ndarray
     """[S] int64: tokens that the sequence's whole rollout generated, in all its turns and sequences."""
     reward_components: dict[str, np.ndarray]
-    """[S] float64 by name: parts of the reward; NaN where the rollout has no such part."""
+    """[S] float64 by name: parts of the reward; NaN for missing parts."""
     branched_from: list[str | None]
-    """[S]: of a branch, the id of the rollout that its group is compared with, too, where that is among these."""
+    """[S]: for a branch, the ID of the source rollout that its group is compared with, if it is among these."""
     turn_rewards: list[list[tuple[int, float]]]
-    """[S]: parts of the reward that belong to single turns, in order: where in the sequence the turn ends, and its part."""
+    """[S]: rewards of single turns, in order: the turn's end position in the sequence, and its part."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -93,12 +94,12 @@ class TrainingSequences:
 
     @property
     def sampled(self) -> bool:
-        """Whether an engine's log-probabilities are on record; all are 0 where the conversations were written."""
+        """Return whether an engine's log-probabilities are recorded; all are 0 in written conversations."""
         return bool(self.gen_logprobs.any())
 
     def select(self, chosen: np.ndarray) -> TrainingSequences:
-        """The sequences where `chosen` ([S] bool) is true, at least one, in the same order; with the reward components that any
-        of them has."""
+        """Return the sequences with `chosen` ([S] bool), at least one, in the same order; with the reward components
+        that any of them has."""
         tokens = np.repeat(chosen, self.lengths)
         places = np.flatnonzero(chosen)
         return TrainingSequences(
@@ -173,7 +174,8 @@ class TrainingSequences:
         trained = np.add.reduceat(self.loss_mask.astype(np.int64), first)
         self._refuse(np.flatnonzero(trained == 0), "loss_mask trains no token")
         self._refuse(owner[~np.isfinite(self.gen_logprobs)], "gen_logprobs of a trained token is not finite")
-        self._refuse(np.flatnonzero(~np.isfinite(self.rewards)), "the reward is not finite")
+        too_large = ~(np.abs(self.rewards) <= LARGEST_REWARD)  # a comparison that NaN fails
+        self._refuse(np.flatnonzero(too_large), f"the reward is not finite, or above {LARGEST_REWARD:g} in size")
         if len(set(self.sequence_ids)) < len(self):
             repeated = next(name for name in self.sequence_ids if self.sequence_ids.count(name) > 1)
             raise DataError(f"sequence_id {repeated!r} occurs more than once. Every sequence needs its own.")
@@ -212,15 +214,15 @@ def _column(table: pa.Table, field: pa.Field) -> pa.Array:
 
 
 def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """From the column, and where it is missing the tokens on the masks of the rollout's sequences."""
+    """Read the column; if it is missing, count the tokens on the masks of the rollout's sequences."""
     trained = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
     totals: dict[str, int] = {}
     for rollout, count in zip(rollouts, trained.tolist(), strict=True):
         totals[rollout] = totals.get(rollout, 0) + count
     name = "rollout_generated_tokens"
-    given = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
-    found = [totals[rollout] if value is None else value for rollout, value in zip(rollouts, given, strict=True)]
-    return np.array(found, dtype=np.int64)
+    recorded = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+    counts = [totals[rollout] if value is None else value for rollout, value in zip(rollouts, recorded, strict=True)]
+    return np.array(counts, dtype=np.int64)
 
 
 def _branched_from(table: pa.Table) -> list[str | None]:
@@ -270,10 +272,10 @@ def _flat(column: pa.ListArray) -> np.ndarray:
 def sequence_rows(
     sequences: TrainingSequences, signals: TokenSignals, measured: np.ndarray, old_log_probs: np.ndarray
 ) -> pa.Table:
-    """One row a sequence: ids, reward, the algorithm's columns, and the trainer's log-probabilities.
+    """Return one row a sequence: IDs, reward, the algorithm's columns, and the trainer's log-probabilities.
 
-    `measured` [T] marks the tokens whose log-probability the trainer computed. `trainer_logprobs` is null for a sequence
-    without any, else one value a token, null where it was not computed, from before the first update.
+    `measured` [T] marks the tokens with a computed log-probability. `trainer_logprobs` is null for a sequence without
+    any, else one value a token from before the first update, null if it was not computed.
     """
     first = sequences.offsets[:-1]
     trained = np.add.reduceat(signals.columns.trained.astype(np.int64), first)

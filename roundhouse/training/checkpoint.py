@@ -1,20 +1,20 @@
-"""A checkpoint's directory: a Hugging Face model that transformers and vLLM load, and `trainer/` to continue from.
+"""A checkpoint's directory: a Hugging Face model for transformers and vLLM, and `trainer/` to continue training.
 
-    config.json  model.safetensors  tokenizer.json  …      weights in float32 (an adapter's frozen ones as they are held), names
+    config.json  model.safetensors  tokenizer.json  …      float32 weights (an adapter's frozen ones as held), named
                                                            as in the starting model
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
     trainer/critic/                                        of an algorithm with a critic: its model, with a value head as
                                                            output layer, and its own trainer/optimizer.safetensors
 
-Files of tensors above `tensor_files.SHARD_BYTES` are several, with an index. They are written tensor by tensor and hashed in
-passing, so saving takes the memory of one tensor in addition to the model's own.
+Files of tensors above `tensor_files.SHARD_BYTES` are split, with an index. They are written tensor by tensor and hashed
+in passing, so saving takes the memory of one tensor in addition to the model's.
 
-Invariant: loading fails rather than start from weights that were not in the files, and the state is everything: all
-randomness of a step is derived from (seed, iteration), so no generator state exists to be saved.
+Invariant: loading fails rather than start from weights that were not in the files. The state is complete: all
+randomness of a step is derived from (seed, iteration), so no generator state is saved.
 
-A model is made of shapes alone, is given its adapters and its layout over the ranks, and then its numbers: of each file a rank
-reads its own rows, or its own experts where the model has fused a layer's into one parameter, and converts no others.
+A model is built from shapes alone, gets its adapters and its layout over the ranks, and then its numbers: each rank
+reads its own rows of each file, or its own experts if the model fuses a layer's experts into one parameter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from safetensors import SafetensorError, safe_open
 
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.imports import lean_transformers
+from roundhouse.pretrained import build_model, load_pretrained, without_progress_bars
+from roundhouse.store import disk
 
 with lean_transformers():
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -47,7 +49,6 @@ with lean_transformers():
         revert_weight_conversion,
     )
     from transformers.modeling_utils import LoadStateDictConfig
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from roundhouse.training.layers import (
     PACKED,
@@ -69,8 +70,8 @@ CRITIC_DIRECTORY = "critic"
 GENERATION_CONFIG = "generation_config.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 _NOT_COPIED = re.compile(r"config\.json|manifest\.json|attempt-\d+\.json|\..*")
-"""Written anew for each checkpoint: by the trainer, and by the store where the directory is a stage of it. A hidden file is the
-rest of a write that was cut off, and no part of a model."""
+"""Files that each checkpoint writes anew: by the trainer, and by the store if the directory is a stage. A hidden file
+remains from an interrupted write and is not part of a model."""
 
 
 class Cursor(BaseModel):
@@ -102,21 +103,21 @@ def load_model(
     ranks: Ranks | None = None,
     values: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model in float32, where `prepare` does not change that, and eval mode.
+    """Load a causal language model in float32, unless `prepare` changes that, and in eval mode.
 
     Args:
         values: with a new value head in the place of the output layer.
-        prepare: puts adapters on it and spreads it over the ranks. Given the model in eval mode.
+        prepare: attaches adapters and spreads the model over the ranks. Receives the model in eval mode.
 
     Raises:
-        ConfigError: there is no model directory, or the model cannot be packed.
-        DataError: the weights are damaged, incomplete, or of another architecture than config.json says.
+        ConfigError: the model directory is missing, or the model cannot be packed.
+        DataError: the weights are damaged, incomplete, or of another architecture than config.json.
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
     register_packed_attention()
     try:
-        with _no_progress_bars():
+        with without_progress_bars():
             model = _without_numbers(directory, PACKED if packed else "sdpa", values)
             if packed:
                 check_packable(model)
@@ -144,22 +145,22 @@ def load_model(
 
 
 def _without_numbers(directory: Path, attention: str, values: bool) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_pretrained(AutoConfig, directory)
     if values:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
+        model: PreTrainedModel = build_model(
+            AutoModelForCausalLM, config, dtype=torch.float32, attn_implementation=attention
         )
     if not values and (directory / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     if values:
         put_value_head(model)
-    return model.eval()  # here, since what prepares a model may flag layers that compute themselves again
+    return model.eval()  # here, because `prepare` may flag layers for recomputation
 
 
 def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:
-    """Whether a rank can make its rows of each parameter from the same rows, or experts, of tensors in files."""
+    """Return whether a rank can make its rows of each parameter from the same rows, or experts, of tensors in files."""
     changes = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightConverter)]
     for operation in (each for change in changes for each in change.operations):
         dimensions = [value for name, value in vars(operation).items() if name in ("dim", "dim0", "dim1")]
@@ -172,10 +173,10 @@ def _keeps_rows(model: PreTrainedModel, ranks: Ranks) -> bool:
 
 
 def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict[str, list[str]]:
-    """Read the numbers of parameters that have none, each rank its part, and compute those of buffers.
+    """Read the numbers of empty parameters, each rank its part, and compute those of buffers.
 
     Returns:
-        Names of tensors that are missing, and of those that the model does not have.
+        Names of missing tensors, and of surplus ones.
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
@@ -202,22 +203,10 @@ def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict
     return {"missing keys": sorted(report.missing_keys), "unexpected keys": sorted(report.unexpected_keys)}
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws its own bars on the terminal, over ours."""
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
-
-
 def read_side_files(directory: Path) -> dict[str, bytes]:
-    """The files besides weights and config.json (tokenizer, chat template, …), by name.
+    """Return the files other than weights and config.json (tokenizer, chat template, …), by name.
 
-    It is kept in memory, because retention may delete the directory while the trainer lives on.
+    They are kept in memory, because retention may delete the directory during the trainer's life.
     """
     return {
         file.name: file.read_bytes()
@@ -237,19 +226,20 @@ def save_model(model: PreTrainedModel, side_files: dict[str, bytes], directory: 
         if GENERATION_CONFIG in side_files:
             model.generation_config = GenerationConfig()  # transformers refuses to save some that it has loaded
         try:
-            with _no_progress_bars():
+            with without_progress_bars(), disk.naming(directory):
                 model.save_pretrained(directory, state_dict={})  # config.json and what else accompanies weights
         finally:
             model.generation_config = own
         for name, data in side_files.items():
-            (directory / name).write_bytes(data)
+            with disk.writing(directory / name) as stream:
+                stream.write(data)
     ranks.wait()  # save_pretrained deletes files of weights that it did not write
     save_tensors(weights, directory, "model", ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """What `save_model` would write now."""
+    """Description of the weights that `save_model` would write now."""
 
     digest: str
     """`digest_of_tensors`."""
@@ -260,8 +250,8 @@ class HeldWeights:
 
 
 def held_weights(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> HeldWeights:
-    """What the ranks hold together, and what it is in a floating-point type; the same on all of them, which take turns at the
-    tensors and each hash theirs beside sending the next."""
+    """Describe the ranks' weights together and their conversion to a floating-point type. All ranks return the same;
+    they take turns at the tensors and each hashes its own while it sends the next."""
     weights = published_weights(model, ranks)
     owners = 1 if any(saved.on_leader for saved in weights.values()) else min(ranks.size, ranks.here)
     own, sent = {}, {}
@@ -280,8 +270,8 @@ def held_weights(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> He
             if ranks.rank == owner:
                 own[name] = hasher.submit(taken[0].of_shape, saved.shape)
                 sent[name] = hasher.submit(taken[-1].of_shape, saved.shape)
-        found = [{name: each.result() for name, each in part.items()} for part in (own, sent)]
-    every = ranks.gather(found)
+        digests = [{name: each.result() for name, each in part.items()} for part in (own, sent)]
+    every = ranks.gather(digests)
     all_own, all_sent = ({name: each for parts in every for name, each in parts[at].items()} for at in (0, 1))
     return HeldWeights(digest_of_tensors(all_own), described, digest_of_tensors(all_sent))
 
@@ -292,8 +282,8 @@ def _update_all(taken: list[TorchDigest], piece: torch.Tensor) -> None:
 
 
 def weights_in(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> Generator[tuple[str, torch.Tensor]]:
-    """What `save_model` would write now in a floating-point type: whole tensors, one after the other, on the leading rank's
-    CPU. Every rank exhausts it; of the leading one it may be closed early, which takes what the others still send."""
+    """Yield the tensors that `save_model` would write now in a floating-point type, whole, one after the other, on the
+    leading rank's CPU. Every rank exhausts the iterator; closing the leading one's early consumes the rest."""
     tensors = iter(published_weights(model, ranks).items())
     try:
         for name, saved in tensors:
@@ -319,16 +309,16 @@ def sent_as(saved: SavedTensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
-    """The weights as the model's files have them, an adapter merged into them.
+    """Yield the weights as the model's files have them, with the adapter merged.
 
-    What transformers has fused of a tensor per expert is sent expert by expert; what it has changed in another way is put back
-    by the leading rank, which has to hold all of that.
+    Fused experts are sent expert by expert; other changes of transformers are undone by the leading rank, which must
+    hold all such tensors.
     """
     weights = merged(model)
     for name in model._keys_to_ignore_on_save or ():
         weights.pop(name, None)
     described = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in weights.items()}
-    wanted = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(described)).items()}
+    shapes = {name: tensor.shape for name, tensor in revert_weight_conversion(model, dict(described)).items()}
     published: SavedTensors = {}
     together: dict[str, torch.Tensor] = {}
     for name, tensor in described.items():
@@ -336,7 +326,7 @@ def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
         if len(parts) == 1 and next(iter(parts.values())) is tensor:
             published[next(iter(parts))] = weights[name]
         elif (rows := _rows(model, name)).keys() == parts.keys() and all(
-            wanted.get(part) == saved.shape for part, saved in rows.items()
+            shapes.get(part) == saved.shape for part, saved in rows.items()
         ):
             published |= rows
         else:
@@ -348,7 +338,7 @@ def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
 
 
 def _rows(model: PreTrainedModel, name: str) -> SavedTensors:
-    """The tensors that each row of a parameter was fused of, an expert's; empty where it is no parameter by itself."""
+    """Return the tensors that each row (expert) of a fused parameter comes from; empty for a single tensor."""
     parameter: Any = dict(model.named_parameters()).get(name)
     if parameter is None:
         return {}
@@ -372,7 +362,8 @@ def _rows(model: PreTrainedModel, name: str) -> SavedTensors:
 
 
 def save_cursor(cursor: Cursor, directory: Path) -> None:
-    (directory / STATE_FILE).write_text(json.dumps(cursor.model_dump(), indent=2) + "\n")
+    with disk.writing(directory / STATE_FILE) as stream:
+        stream.write((json.dumps(cursor.model_dump(), indent=2) + "\n").encode())
 
 
 def load_cursor(directory: Path) -> Cursor:

@@ -1,15 +1,17 @@
 """Context parallelism: the positions of a packed row spread over ranks (DeepSpeed Ulysses, arXiv:2309.14509).
 
-Invariant: the ranks of a context group have the same microbatch and return the same log-probabilities for all its tokens. Each
-computes its part of the row's positions in every layer and, in attention, its part of the heads over the whole row:
+Invariant: the ranks of a context group have the same microbatch and return the same log-probabilities for all its
+tokens. In every layer each computes its part of the row's positions; in attention, its part of the heads over the whole
+row:
 
     two ranks, a row of 8 positions, 4 heads      rank 0              rank 1
     norms, matrices, output layer                 positions 0 … 3     positions 4 … 7         all heads
     attention                                     heads 0, 1          heads 2, 3              all positions
 
-One all-to-all before attention and one after it change between the two. A row whose length the ranks do not divide is padded at
-its end, by a span of its own that nothing reads. What a rank keeps for backward is its part of the row, so a sequence may be as
-many times longer as there are ranks. Parameters are sharded over all ranks, and their gradients summed over all, as without it.
+One all-to-all before attention and one after it change between the two. A row whose length is not a multiple of the
+ranks is padded at its end by a separate span that nothing reads. A rank keeps only its part of the row for backward, so
+sequences may be longer by the number of ranks. Parameters are sharded over all ranks, and gradients summed over all, as
+without it.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ class Context:
         import torch.distributed as distributed
 
         def total(values: torch.Tensor) -> torch.Tensor:
-            found = values.clone()
-            distributed.all_reduce(found, group=group)
-            return found
+            result = values.clone()
+            distributed.all_reduce(result, group=group)
+            return result
 
         return cls(rank, group.size(), lambda rows: _Exchange.apply(rows, group), total)
 
@@ -73,18 +75,19 @@ class Context:
         return own_row, mine
 
     def together(self, values: torch.Tensor, mine: torch.Tensor, count: int) -> torch.Tensor:
-        """[count] of all ranks' values; the gradient of each rank's own is the loss's, which all ranks compute alike.
+        """Return [count] of all ranks' values. The gradient of each rank's values is the loss's, which all ranks
+        compute alike.
 
         Args:
-            mine: of the count, those that this rank's values are.
+            mine: places of this rank's values among them.
         """
         spread = values.new_zeros(count).index_copy(0, mine, values)
         return self.total(spread.detach()) + (spread - spread.detach())
 
     def heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """[1, H, positions of a rank, D] each → [1, H / size, positions of the row, D].
+        """Exchange [1, H, positions of a rank, D] for [1, H / size, positions of the row, D], for each tensor.
 
-        With fewer heads than ranks, as keys and values may have, each goes to the ranks whose queries read it.
+        With fewer heads than ranks, as keys and values may have, each head goes to the ranks whose queries read it.
         """
         repeated = [
             t if t.shape[1] % self.size == 0 else t.repeat_interleave(self.size // t.shape[1], 1) for t in tensors
@@ -125,11 +128,11 @@ def _exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def refuse_unfit_heads(model: Any, size: int, columns: int = 1) -> None:
-    """Refuse a model whose heads cannot be dealt to a context group of this size.
+    """Refuse a model whose heads cannot be split over a context group of this size.
 
     Args:
         model: its configuration, of transformers.
-        columns: ranks over which tensor parallelism has spread the heads before.
+        columns: ranks over which tensor parallelism has already spread the heads.
 
     Raises:
         ConfigError: names the sizes that fit.

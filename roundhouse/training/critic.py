@@ -1,8 +1,8 @@
 """The critic's part of a training step: its values before the first update, and its updates.
 
-Invariant: all that the critic is asked for in a step, and all that it learns, depends on its weights and moments before the
-step, the sequences, what the algorithm made of its values, and the order of the updates. The policy's weights have no part in
-it, nor it in theirs but through the advantages, so it does not matter that its updates follow the policy's.
+Invariant: the critic's results depend only on its weights and moments before the step, the sequences, the algorithm's
+returns, and the order of the updates. Policy and critic influence each other only through the advantages, so the
+critic's updates may follow the policy's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from roundhouse.training.service.verbs import Gradient, Role, TokenBatch, TrainS
 
 
 def load_critic(service: TrainService, cursor: Cursor, start: ModelSource, trainer_state: ModelSource | None) -> None:
-    """Give the service the critic that `trainer_state` continues, or a new one on the model in `start`.
+    """Load the critic of `trainer_state` into the service, or a new one on the model in `start`.
 
     Raises:
-        DataError: the cursor counts what a critic has learnt, and the state has none.
+        DataError: the cursor counts a critic's updates, but the state has no critic.
     """
     saved = None if trainer_state is None else trainer_state / CRITIC_DIRECTORY
     if saved is not None and saved.is_dir():
@@ -46,23 +46,23 @@ class CriticStep:
     config: CriticConfig
     sequences: TrainingSequences
     values: np.ndarray
-    """[T] float32: what it predicted before each generated token, before its updates."""
+    """[T] float32: its prediction before each generated token, before its updates."""
     final_values: np.ndarray
-    """[S] float32: behind the last generated token of a truncated sequence; 0 for the others."""
+    """[S] float32: prediction after the last generated token of a truncated sequence; 0 for the others."""
 
     @classmethod
     def begin(cls, service: TrainService, config: CriticConfig, sequences: TrainingSequences) -> CriticStep:
         """Ask the critic for its values."""
         batch = with_ends(sequences)
-        found = service.forward(batch, Role.CRITIC)
+        log_probs = service.forward(batch, Role.CRITIC)
         lasts = last_generated(sequences) - sequences.offsets[:-1]
         values = np.zeros(len(sequences.token_ids), dtype=np.float32)
         final = np.zeros(len(sequences), dtype=np.float32)
         for s, (start, last) in enumerate(zip(batch.offsets[:-1].tolist(), lasts.tolist(), strict=True)):
             first = int(sequences.offsets[s])
-            values[first : first + last + 1] = found[start : start + last + 1]
+            values[first : first + last + 1] = log_probs[start : start + last + 1]
             if sequences.truncated[s]:
-                final[s] = found[start + last + 1]
+                final[s] = log_probs[start + last + 1]
         return cls(service, config, sequences, values, final)
 
     def backward(self, indices: list[int], trained: np.ndarray, returns: np.ndarray, scale: np.ndarray) -> Gradient:
@@ -84,20 +84,21 @@ class CriticStep:
         )
 
     def metrics(self, trained: np.ndarray, returns: np.ndarray) -> dict[str, float]:
-        """Of its values before the updates; no explained variance where all returns are equal."""
+        """Return metrics of its values before the updates, without explained variance if all returns are equal."""
         if not trained.any():
             return {}
-        values, wanted = self.values[trained].astype(np.float64), returns[trained].astype(np.float64)
-        found = {"value_mean": float(values.mean())}
-        if (spread := float(wanted.var())) > 0:
-            found["explained_variance"] = 1 - float((wanted - values).var()) / spread
-        return found
+        values, targets = self.values[trained].astype(np.float64), returns[trained].astype(np.float64)
+        result = {"value_mean": float(values.mean())}
+        if (spread := float(targets.var())) > 0:
+            result["explained_variance"] = 1 - float((targets - values).var()) / spread
+        return result
 
 
 def with_ends(sequences: TrainingSequences) -> TokenBatch:
-    """Each sequence up to its last generated token, and a truncated one with a token behind it that asks for the value there.
+    """Return each sequence up to its last generated token, and for a truncated one an extra token that requests the
+    value there.
 
-    What that token is does not matter: nothing reads a sequence's last token.
+    Any token will do, because a sequence's last token is not read.
     """
     offsets, token_ids, predicted = [0], [], []
     for s, last in enumerate(last_generated(sequences).tolist()):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a forward pass says of its trained tokens."""
+    """A forward pass's values for its trained tokens."""
 
     log_probs: torch.Tensor
     """[M] float32; of a critic its values."""
@@ -44,16 +44,17 @@ class Prediction:
 
 
 class Scorer(torch.nn.Module):
-    """A causal language model together with its loss-side end, from microbatches to log-probabilities.
+    """A causal language model with its loss-side end, from microbatches to log-probabilities.
 
-    One module, so that a model sharded over ranks gathers the output layer for the pass that uses it, whichever way.
+    One module, so that a model sharded over ranks gathers the output layer for the pass that uses it.
 
     Args:
-        temperature: that the sequences were sampled at.
-        dtype: bfloat16 runs the model in autocast; the softmax is float32 all the same.
-        logits_chunk: rows of logits at a time (`chunked_log_probs`); 0 computes all at once and keeps them for backward.
-        sharded: parameters are spread over ranks and come gathered in `dtype`.
-        context: the ranks that share each microbatch; None where every rank computes its own.
+        temperature: sampling temperature of the sequences.
+        dtype: bfloat16 runs the model in autocast; the softmax stays float32.
+        logits_chunk: rows of logits at a time (`chunked_log_probs`); 0 computes all at once and keeps them for
+            backward.
+        sharded: parameters are spread over ranks and arrive gathered in `dtype`.
+        context: the ranks that share each microbatch; None if every rank computes its own.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Scorer(torch.nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether microbatches are rows of packed sequences."""
+        """Return whether microbatches are rows of packed sequences."""
         return self.model.config._attn_implementation == PACKED
 
     def predict(self, microbatch: Microbatch, *, with_entropy: bool = False) -> Prediction:
@@ -138,10 +139,10 @@ class Scorer(torch.nn.Module):
 
 
 class Critic(Scorer):
-    """A model whose output layer is a value head (`layers.put_value_head`): what it gives for a token is the value before it.
+    """A model whose output layer is a value head (`layers.put_value_head`): its output for a token is the value before
+    it.
 
-    The head is computed in float32 under every dtype. It takes the place of log-probabilities in `Prediction`, at the same
-    positions.
+    The head is computed in float32 for every dtype. Its values take the place of log-probabilities in `Prediction`.
     """
 
     def _score(self, microbatch: Microbatch, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -186,7 +187,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 @contextmanager
 def cpu_threads(threads: int) -> Iterator[None]:
-    """Run with this many of torch's CPU threads, and put back what was set before."""
+    """Run with this many of torch's CPU threads, and restore the previous number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -222,12 +223,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        by_log_prob, by_entropy = gradients  # zeros where an output was not used
+        by_log_prob, by_entropy = gradients  # zeros for unused outputs
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        for_hidden = torch.empty_like(hidden) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=_exact(weight)) if wanted[1] else None
-        for_bias = torch.zeros_like(bias, dtype=_exact(bias)) if wanted[2] else None
+        needs_grad = ctx.needs_input_grad
+        for_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        for_weight = torch.zeros_like(weight, dtype=_exact(weight)) if needs_grad[1] else None
+        for_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_grad[2] else None
         for part in _chunks(len(hidden), ctx.chunk):
             every = _log_softmax(hidden[part], weight, bias, ctx.temperature)
             by_both = by_log_prob[part, None], by_entropy[part, None] if ctx.with_entropy else None
@@ -273,7 +274,7 @@ def chunked_log_probs(
 
 
 def check_plain_logits(scorer: Scorer) -> None:
-    """Refuse a model whose logits are more than its output layer applied to its last hidden state; all ranks take part.
+    """Refuse a model whose logits are not just its output layer applied to its last hidden state; all ranks take part.
 
     Raises:
         ConfigError: it scales or caps them, as Gemma 2 and Granite do.
@@ -290,14 +291,14 @@ def check_plain_logits(scorer: Scorer) -> None:
         source=np.arange(count),
         real_tokens=2,
     ).to(model.device)
-    chunk, found = scorer.logits_chunk, []
+    chunk, differences = scorer.logits_chunk, []
     for size in (count, 0):
         scorer.logits_chunk = size
         with torch.no_grad():
-            found.append(scorer.predict(row).log_probs)
+            differences.append(scorer.predict(row).log_probs)
     scorer.logits_chunk = chunk
     relative, absolute = (2e-2, 2e-2) if scorer.dtype == torch.bfloat16 else (1e-4, 1e-5)
-    if not torch.allclose(found[0], found[1], rtol=relative, atol=absolute):
+    if not torch.allclose(differences[0], differences[1], rtol=relative, atol=absolute):
         raise ConfigError(
             f"{type(model).__name__} changes its logits after the output layer, which train.logits_chunk_tokens does not know. "
             "Set it to 0."

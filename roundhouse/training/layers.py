@@ -1,35 +1,32 @@
-"""What training changes in a model of transformers: packed attention, recomputed activations, leaner norms, low-rank adapters.
+"""Changes to a transformers model for training: packed attention, recomputed activations, leaner norms, low-rank
+adapters.
 
-Invariant: no change of a layer alters a value beyond rounding, and the model stays in eval mode, so nothing random is in a
-layer.
+Invariant: no change alters a value beyond rounding. The model stays in eval mode, so layers have no randomness.
 
-**Packed attention** (`packed_attention`, registered with transformers under `PACKED`) is block-diagonal causal attention over a
-packed row, without a mask. The output at a position is causal attention over the tokens of its own sequence up to it, exactly
-as if the sequence stood alone. Each span of the row (sequences of similar length, `packing.Span`) is laid out as a rectangle,
-padded at the right, and goes through one causal scaled-dot-product call: keys of padding lie after every real query, so no
-real query sees them, and what padding queries compute is dropped. Cost is linear in the row and quadratic only in a sequence.
-Sequences that share a prompt have its keys and values before their own, and a mask that is causal from there on.
-A forward pass hands over the row's spans as the argument `spans`, and with context parallelism the group as `context`.
+**Packed attention** (`packed_attention`, registered as `PACKED`) is block-diagonal causal attention over a packed row,
+without a mask:
+a position attends to the earlier tokens of its own sequence. Each span of the row (`packing.Span`) becomes a
+right-padded rectangle in
+one causal scaled-dot-product call. No real query sees padding, and outputs of padding are dropped. Cost is linear in
+the row and
+quadratic only in a sequence. A shared prompt's keys and values precede each sequence's, with a mask that is causal
+after them.
 
-**Norms** (`replace_norms`): a root-mean-square norm is replaced only where it is y = w · x / √(mean(x²) + ε), which is tried
-out on random numbers first, and used only for float32 inputs; everything else runs the model's own code. With r = 1/√(mean(x²)
-+ ε), n = x · r and upstream gradient g, over the last axis of length d:
+**Norms** (`replace_norms`) keep one tensor for backward instead of four, and take 0.4 of the time on tiny CPU policies.
+A norm is replaced only if it equals y = w · x / √(mean(x²) + ε) on random inputs, and only for float32. With r =
+1/√(mean(x²) + ε), n = x · r and upstream gradient g, over the last axis:
 
     ∂/∂w = Σ g · n        ∂/∂x = r · (g·w − n · mean(g·w·n))
 
-It keeps one tensor for backward instead of four. On the tiny policies that train on a CPU, where norms are a tenth of a step,
-this takes 0.4 of the time of transformers' own.
-
-**Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685) on a frozen model: the model that is published is W + (alpha / rank) ·
-B · A in every adapted matrix, an ordinary Hugging Face directory that engines, references and stages load without knowing of
-adapters; and what training continues from is bit for bit what it was, because the frozen matrices are next to the adapter and
-are never recovered from the merged ones.
+**Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685): the published model is W + (alpha / rank) · B · A in every
+adapted matrix, an ordinary Hugging Face directory. Training continues bit for bit, because the frozen matrices are
+stored next to the adapter:
 
     model.safetensors                                           merged
     trainer/adapter_model.safetensors, adapter_config.json      the adapter, as peft and vLLM load it
     trainer/base.safetensors                                    the frozen matrices that have an adapter
 
-A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. There is no dropout.
+A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. Dropout is not used.
 """
 
 from __future__ import annotations
@@ -80,10 +77,10 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only each layer's input for backward, and compute what is inside again.
+    """Keep only each layer's input for backward, and recompute the rest.
 
-    transformers recomputes layers whose `training` flag is set. Only the layer itself is flagged: the modules inside stay in
-    eval mode, and with them dropout stays off.
+    transformers recomputes layers whose `training` flag is set. Only the layer itself is flagged: the modules inside
+    stay in eval mode, so dropout stays off.
     """
     layers = decoder_layers(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -132,7 +129,7 @@ def replace_norms(model: torch.nn.Module, *, tried: bool = True) -> int:
 
 def _agrees(module: torch.nn.Module, epsilon: float) -> bool:
     draw = torch.Generator().manual_seed(0)
-    tried: Any = copy.deepcopy(module).to_empty(device="cpu")  # the model's own may have no numbers yet
+    tried: Any = copy.deepcopy(module).to_empty(device="cpu")  # the model's parameters may be empty yet
     trial, weight = torch.randn(4, tried.weight.shape[-1], generator=draw).split([3, 1])
     with torch.no_grad():
         tried.weight.copy_(weight[0])
@@ -212,7 +209,7 @@ def packed_attention(
     if context is not None:
         query, key, value = context.heads(query, key, value)
     sizes = [span.stop - span.start for span in spans]
-    # one split, whose backward is one concatenation; a slice each would fill the row with zeros once a span
+    # one split, whose backward is one concatenation; with slices, each span would fill the row with zeros
     queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
     parts = []
     for span, q, k, v in zip(spans, queries, keys, values, strict=True):
@@ -224,7 +221,7 @@ def packed_attention(
 def _before(
     span: Span, spans: Sequence[Span], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Key and value of all that precedes each sequence of a span, first to last; None where nothing does."""
+    """Return key and value of everything before each sequence of a span, first to last; None at the start."""
     numbers: list[int] = []
     while span.prompt is not None:
         numbers.insert(0, span.prompt)
@@ -303,52 +300,52 @@ def put_value_head(model: PreTrainedModel) -> None:
 
 
 def restore_value_head(model: PreTrainedModel, directory: Path) -> None:
-    """Take the head from the files of a saved critic, each rank its part.
+    """Load the head from the files of a saved critic, each rank its part.
 
     Raises:
-        DataError: they have none.
+        DataError: the files have no head.
     """
     own = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
-    wanted = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
     try:
         for name, value in saved_tensors(directory, "model"):
-            if (parameter := wanted.pop(name, None)) is not None:
+            if (parameter := parameters.pop(name, None)) is not None:
                 parameter.data.copy_(sharded_like(value, parameter))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise DataError(
             f"The critic in {directory} cannot be read: {error}. Resume from an older checkpoint."
         ) from error
-    if wanted:
-        raise DataError(f"The critic in {directory} has no {', '.join(wanted)}. Resume from an older checkpoint.")
+    if parameters:
+        raise DataError(f"The critic in {directory} has no {', '.join(parameters)}. Resume from an older checkpoint.")
 
 
 ADAPTER, ADAPTER_CONFIG, BASE = "adapter_model", "adapter_config.json", "base"
 """Names in the trainer's state; files of tensors end in .safetensors, or are several with an index."""
 _NAME = "default"
 _PREFIX = "base_model.model."
-"""What peft puts before the names of an adapter's tensors."""
+"""Prefix of an adapter's tensor names in peft."""
 
 
 def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Path | None, directory: Path) -> None:
-    """Freeze the model, which may have no numbers yet, and put fresh adapters on it; nothing without `config`.
+    """Freeze the model, whose parameters may be empty, and attach fresh adapters; do nothing without `config`.
 
     Args:
-        trainer_state: from which `restore_adapter` is going to take adapters.
-        directory: where the model is loaded from, for messages.
+        trainer_state: state from which `restore_adapter` will load adapters.
+        directory: source of the model, for messages.
 
     Raises:
         ConfigError: a target matches nothing, the output layer, or fused experts.
-        DataError: the state has no adapter, or one that the configuration does not want.
+        DataError: the state has no adapter, or one that the configuration excludes.
     """
-    held = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
+    has_adapter = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
     if config is None:
-        if held:
+        if has_adapter:
             raise DataError(
                 f"{trainer_state} holds an adapter, but train.lora is not set. Set it as it was, or begin from {directory} "
                 "without its trainer state."
             )
         return
-    if trainer_state is not None and not held:
+    if trainer_state is not None and not has_adapter:
         raise DataError(
             f"{trainer_state} was trained without an adapter, but train.lora is set. Remove it, or begin from {directory} "
             "without its trainer state."
@@ -378,8 +375,8 @@ def hold_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> None:
 
 
 def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.Parameter]:
-    """The matrices that bfloat16 passes use in this type alone: autocast those of linear layers, FSDP2 all. Not embeddings, and
-    what is tied to them: autocast looks them up as they are."""
+    """Return the matrices that bfloat16 passes use only in this type: with autocast those of linear layers, with FSDP2
+    all. Embeddings, and matrices tied to them, are excluded, because autocast looks them up unconverted."""
 
     def of(kind: type[torch.nn.Module]) -> set[int]:
         modules = (module for module in model.modules() if isinstance(module, kind))
@@ -391,20 +388,20 @@ def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.
 
 def merged(model: PreTrainedModel) -> SavedTensors:
     """Every weight by the names of a model without adapters; of tied ones the first."""
-    adapted, held = _adapted(model), model.state_dict(keep_vars=True)
+    adapted, state = _adapted(model), model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    for name, value in held.items():
+    for name, value in state.items():
         first.setdefault(id(value), name)
     weights = {}
     for name in first.values():
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner not in adapted:
             if ".lora_" not in name:
-                weights[name] = SavedTensor.of(held[name])
+                weights[name] = SavedTensor.of(state[name])
         elif leaf == "weight":
-            weights[f"{owner}.{leaf}"] = _merged_weight(held[name], adapted[owner])
+            weights[f"{owner}.{leaf}"] = _merged_weight(state[name], adapted[owner])
         else:
-            weights[f"{owner}.{leaf}"] = SavedTensor.of(held[name])
+            weights[f"{owner}.{leaf}"] = SavedTensor.of(state[name])
     return weights
 
 
@@ -473,19 +470,20 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
-    """In place of parameters without numbers such as take no memory: peft puts an adapter's where those of its layer are."""
-    held = {
+    """Replace empty parameters by small stand-ins, because peft places an adapter on the device of its layer's
+    parameters."""
+    originals = {
         module: {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         for module in model.modules()
     }
-    for module, parameters in held.items():
+    for module, parameters in originals.items():
         for name, p in parameters.items():
             stand_in = torch.zeros((), dtype=p.dtype).expand(p.shape)
             module._parameters[name] = torch.nn.Parameter(stand_in, requires_grad=False)
     try:
         yield
     finally:
-        for module, parameters in held.items():
+        for module, parameters in originals.items():
             module._parameters.update(parameters)
 
 
@@ -501,7 +499,8 @@ def _adapted(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def restore_adapter(model: PreTrainedModel, state: Path) -> None:
-    """Put the adapters that `save_adapter` wrote in the place of fresh ones, each rank its rows; nothing where there are none.
+    """Load the adapters that `save_adapter` wrote in place of fresh ones, each rank its rows; do nothing without
+    adapters.
 
     Raises:
         DataError: they are damaged, or of other shapes.
@@ -514,13 +513,13 @@ def restore_adapter(model: PreTrainedModel, state: Path) -> None:
         raise DataError(f"The adapter in {state} cannot be read: {error}. Resume from an older checkpoint.") from error
     saved = {name.removeprefix(_PREFIX): value for name, value in trained.items()}
     saved |= {under_adapter(name, _adapted(model)): value for name, value in frozen.items()}
-    wanted = {
+    parameters = {
         name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
         if ".lora_" in name or name.endswith(".base_layer.weight")
     }
-    for name in sorted(saved.keys() | wanted.keys()):
-        ours, theirs = wanted.get(name), saved.get(name)
+    for name in sorted(saved.keys() | parameters.keys()):
+        ours, theirs = parameters.get(name), saved.get(name)
         if ours is None or theirs is None or ours.shape != theirs.shape:
             shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (theirs, ours)]
             raise DataError(

@@ -1,7 +1,7 @@
-"""The token loss, in formulas. All tensors are [M]: one value for each trained token, no padding, no mask.
+"""The token loss, in formulas. All tensors are [M]: one value per trained token, without padding or mask.
 
-Invariant: every token's term is multiplied by a `scale` that was computed from the counts of the whole update, so the sum over
-microbatches, however they were cut, is exactly the loss of the update, and so are its gradients.
+Invariant: every token's term is multiplied by a `scale` computed from the counts of the whole update, so the sum over
+microbatches, however they are cut, is exactly the loss of the update, and so are its gradients.
 
     cur  log-probability under the weights being trained (carries the gradient)
     old  the same before the first update of the iteration, a constant
@@ -14,18 +14,14 @@ microbatches, however they were cut, is exactly the loss of the update, and so a
     rc     = clamp(r, 1 − clip_low, 1 + clip_high)      independent bounds (DAPO, 2503.14476)
 
     clipped    policy = max(−A·r, −A·rc)                PPO's surrogate (1707.06347)
-               policy = min(policy, −A·dual_clip)       where A < 0 (1912.09729)
+               policy = min(policy, −A·dual_clip)       for A < 0 (1912.09729)
     cispo      policy = −A · stop(rc) · cur             (MiniMax-M1, 2506.13585)
     reinforce  policy = −A · cur
 
     total  = Σ scale · (policy_weight · w · policy + cross_entropy_weight · (−cur) + kl_weight · KL − entropy_weight · H)
 
-with w the mismatch correction (`correction_weights`).
-
-Mismatch: the engine that generated and the trainer are two programs, and their log-probabilities differ. The statistics of the
-difference are always computed, over the trained tokens, with the trainer's log-probabilities from before the first update
-(`old`); so they compare the same weights on the same tokens, and a refit that did not arrive shows here. All arguments are [M]
-tensors, one value a trained token.
+with w the mismatch correction (`correction_weights`). Mismatch statistics compare engine and trainer (`old`) on the
+same weights and trained tokens, so a failed refit shows here.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from roundhouse.config.algorithms import Aggregation
+from roundhouse.config.algorithms import AGREEMENT, Aggregation
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_function
 from roundhouse.training.algorithms import LossSettings
@@ -71,16 +67,18 @@ def add_mismatch(
 def correction_weights(
     old: torch.Tensor, gen: torch.Tensor, settings: LossSettings, sequence: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Per-token weight w of the policy loss, from the ratio exp(old − gen); None where nothing is to be corrected.
+    """Return the per-token weight w of the policy loss from the ratio exp(old − gen); None without a correction.
 
         tis            w = clamp(ratio, bounds): truncated importance sampling
         icepop         w = ratio inside the bounds, else 0
+        auto           as tis in sequences with a mean of abs(old − gen) above `AGREEMENT`, else 1
         seq-mask-tis   w = ratio in sequences whose geometric mean of the ratio is inside the bounds, else 0
 
-    With a ratio of whole sequences (GSPO), the correction's is the geometric mean over the sequence too: a product grows with
-    the length, and is at a bound by rounding alone in a long sequence. A ratio that is not finite becomes 0, and so does
-    every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`. A token of weight 0 still counts
-    in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when `settings.whole_sequences`.
+    With a ratio of whole sequences (GSPO), the correction's is the geometric mean over the sequence too: a product
+    grows with the length, and rounding alone would reach a bound in a long sequence. A ratio that is not finite becomes
+    0, as does every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`. A token of
+    weight 0 still counts in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when
+    `settings.whole_sequences`.
     """
     weights = None
     if settings.mismatch_correction != "none":
@@ -90,26 +88,29 @@ def correction_weights(
             difference = sequence_means(difference, _needed(sequence))[_needed(sequence)]
         ratio = torch.exp(difference)
         bounded = ratio.clamp(low, high)
-        if settings.mismatch_correction == "tis":
-            kept, weights = torch.isfinite(ratio), bounded
+        if settings.mismatch_correction in ("tis", "auto"):
+            in_bounds, weights = torch.isfinite(ratio), bounded
         elif settings.mismatch_correction == "icepop":
-            kept, weights = ratio == bounded, bounded
+            in_bounds, weights = ratio == bounded, bounded
         else:
             geometric = torch.exp(sequence_means(difference, _needed(sequence)))[_needed(sequence)]
-            kept, weights = (geometric >= low) & (geometric <= high) & torch.isfinite(ratio), ratio
-        weights = torch.where(kept, weights, torch.zeros_like(ratio))
+            in_bounds, weights = (geometric >= low) & (geometric <= high) & torch.isfinite(ratio), ratio
+        weights = torch.where(in_bounds, weights, torch.zeros_like(ratio))
+        if settings.mismatch_correction == "auto":
+            agrees = (sequence_means((old - gen).abs(), _needed(sequence)) <= AGREEMENT)[_needed(sequence)]
+            weights = torch.where(agrees, torch.ones_like(ratio), weights)
     if settings.max_sequence_error is not None:
         error = sequence_means(torch.exp((old - gen).abs()), _needed(sequence))[_needed(sequence)]
-        kept = (error <= settings.max_sequence_error).to(old.dtype)
-        weights = kept if weights is None else weights * kept
+        in_bounds = (error <= settings.max_sequence_error).to(old.dtype)
+        weights = in_bounds if weights is None else weights * in_bounds
     return weights
 
 
 def borne_out(old: torch.Tensor, gen: torch.Tensor, tolerance: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """[M] bool: whether the weights bear out what was recorded of the token's whole sequence.
+    """Return [M] bool: whether the weights confirm the recorded log-probabilities of the token's whole sequence.
 
-    That is: the mean of abs(old − gen) over its tokens, of at least `FEWEST_TOKENS`, is at most its tolerance ([M], in nats).
-    A tolerance of 0 is none, and true.
+    The mean of abs(old − gen) over its tokens, of at least `FEWEST_TOKENS`, must be at most its tolerance ([M], in
+    nats). A tolerance of 0 means no bound.
     """
     count = int(sequence.max()) + 1
     zeros = torch.zeros(count, dtype=torch.float64, device=old.device)
@@ -127,6 +128,8 @@ def add_correction(
     if weights is None:
         return
     sums.add("correction_dropped", (weights == 0).double())
+    if settings.mismatch_correction == "auto":
+        sums.add("num_corrected_seqs", (sequence_means((old - gen).abs().double(), sequence) > AGREEMENT).double())
     sums.add("correction_nonfinite", (~torch.isfinite(torch.exp(old - gen))).double())
     sums.add("num_masked_seqs", (sequence_means(weights.double(), sequence) == 0).double())
 
@@ -150,12 +153,13 @@ def _k3(x: torch.Tensor) -> torch.Tensor:
 
 
 LOG_RATIO_CLAMP = 20.0
-"""Of a ratio's logarithm, as in verl and SkyRL. Beyond it a ratio has no meaning, and no gradient: exp of 89 is infinite, and
-its gradient NaN even where the clip takes it out."""
+"""Bound of a ratio's logarithm, as in verl and SkyRL. Beyond it a ratio is meaningless: exp of 89 is infinite, and its
+gradient NaN even if the clip removes it."""
 KL_INPUT_CLAMP = 20.0
 KL_OUTPUT_CLAMP = 10.0
 KL_WEIGHT_BOUND = 2.0
-"""Of the KL term's importance weight: what truncated importance sampling (`tis`) allows the policy term."""
+"""Bound of the KL term's importance weight, equal to that of truncated importance sampling (`tis`) for the policy
+term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +179,11 @@ class LossTokens:
     """Entropy of the distribution that the token was drawn from; carries a gradient."""
     entropy_weights: torch.Tensor | None = None
     cross_entropy_weights: torch.Tensor | None = None
-    """None where the algorithm has none."""
+    """None if the algorithm has no cross-entropy."""
     sequence: torch.Tensor | None = None
     """int64: a number for each token's sequence, any numbers; needed with `LossSettings.whole_sequences` or `tolerance`."""
     tolerance: torch.Tensor | None = None
-    """Of the token's sequence (`borne_out`): where the weights do not bear it out, every term is 0."""
+    """Tolerance of the token's sequence (`borne_out`): every term of a contradicted sequence is 0."""
 
 
 def token_loss(tokens: LossTokens, settings: LossSettings, sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +270,7 @@ def value_loss(
     clip: float | None,
     sums: MetricSums,
 ) -> torch.Tensor:
-    """The critic's share of an update's loss, a scalar; arguments [M], of which `values` carries the gradient.
+    """Return the critic's share of an update's loss, a scalar; arguments [M], of which `values` carries the gradient.
 
         ½ · max((V − R)², (old + clamp(V − old, ±clip) − R)²)          (PPO's code and TRL's PPOTrainer); ½ · (V − R)² without
 
@@ -275,9 +279,7 @@ def value_loss(
     terms = (values - returns).square()
     if clip is not None:
         moved = values - old
-        bounded = torch.where(
-            moved.abs() > clip, old + moved.clamp(-clip, clip), values
-        )  # exact where nothing is clipped
+        bounded = torch.where(moved.abs() > clip, old + moved.clamp(-clip, clip), values)  # exact if nothing is clipped
         clipped = (bounded - returns).square()
         sums.add("value_clip_fraction", (clipped > terms).float())
         terms = torch.maximum(terms, clipped)
@@ -292,11 +294,11 @@ def reference_kl(
 
         k1 = −d        k2 = d²/2        k3 = exp(d) − 1 − d        (Schulman 2020), each clamped to ±10
 
-    The gradient is that of the estimator's expectation under the policy: the value is multiplied by exp(cur − stop(cur)),
-    which is 1 and adds the score-function term. Without it k1 has no gradient on average and k3 has that of another
-    divergence. With `gen`, the factor is exp(cur − gen), at most `KL_WEIGHT_BOUND`: the expectation is then that of tokens the
-    engine sampled from an older policy. Where a clamp acts, its side of the gradient is zero; where the one on d acts, so is
-    the factor's.
+    The gradient is that of the estimator's expectation under the policy: the value is multiplied by exp(cur −
+    stop(cur)), which is 1 and adds the score-function term. Without it k1 has no gradient on average and k3 has that of
+    another divergence. With `gen`, the factor is exp(cur − gen), at most `KL_WEIGHT_BOUND`: the expectation is then
+    over tokens that an older policy sampled. On an active clamp's side the gradient is zero; an active clamp of d also
+    zeroes the factor's.
     """
     difference = ref - cur
     d = difference.clamp(-KL_INPUT_CLAMP, KL_INPUT_CLAMP)
@@ -365,7 +367,7 @@ def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: LossTok
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a part of the work adds to a metric."""
+    """Contribution of a part of the work to a metric."""
 
     value: float
     """A sum over units of the denominator, or an extreme."""

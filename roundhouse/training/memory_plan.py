@@ -1,30 +1,25 @@
-"""What a training step takes of a device's memory, before anything is started: bytes per rank, by kind.
+"""Memory of a training step on a device, planned before anything starts: bytes per rank, by kind.
 
-Invariant: a plan depends on the model's shape, the section `train` and the number of ranks alone. No weight is allocated and no
-GPU is needed: what stays over a step is counted from the shapes, and what a pass takes is found by running forward and
-backward of the trainer's own scorer on fake tensors, which have shapes and no bytes.
+Invariant: a plan depends on the model's shape, the section `train` and the number of ranks alone. It needs no weights
+and no GPU:
+permanent memory is counted from shapes, and a pass's memory is measured by running the trainer's scorer on fake
+tensors.
 
-    weights, gradients     4 bytes per parameter, spread over the ranks; with `train.service.tensor_parallel` what is not split
-                           is spread over as many times fewer. Under an adapter: only its own gradients, and with dtype bfloat16
-                           2 bytes for frozen matrices but embeddings, where config.json says that its files have them so
-    moments                8 bytes per trained parameter, spread; in 8 bits 2 1/16 of those that are in blocks
-                           over the ranks of one replica with `train.service.data_parallel_replicate`
-    reference              4 bytes per parameter, or 2 for matrices but embeddings with dtype bfloat16, spread; nothing where it
-                           is the policy without its adapter
-    critic                 12 bytes per parameter (weights and moments; fewer in 8 bits), spread, taken to be as large as the
-                           policy without its output layer; policy and critic learn one after the other, so that one of them
-                           has gradients
-    gathered weights       FSDP2: the root's group and two layers, in the compute type; with `train.service.expert_parallel`
-                           those experts alone that a rank has, which are taken to compute as many tokens as it sends
-    whole gradients        FSDP2 until the update reduces them: 4 bytes per trained parameter (`train.reduce_gradients`) that a
-                           rank gathers
+    weights, gradients     4 bytes per parameter, spread over the ranks; with `train.service.tensor_parallel`, unsplit ones over
+                           fewer. Under an adapter: only its own gradients, and with bfloat16 2 bytes for frozen
+                           matrices
+    moments                8 bytes per trained parameter, spread; in 8 bits 2 1/16 of those in blocks
+    reference              4 bytes per parameter, or 2 for matrices but embeddings with bfloat16, spread; 0 if it is the policy
+                           without its adapter
+    critic                 12 bytes per parameter (fewer in 8 bits), spread, with the policy's size without its output layer;
+                           policy and critic learn in turn, so one of them has gradients
+    gathered weights       FSDP2: the root's group and two layers, in the compute type; with expert parallelism a rank's experts
+    whole gradients        FSDP2 before the reduction: 4 bytes per trained parameter that a rank gathers
     reduction              FSDP2: the largest group's gradient, and as much in float32
-    activations, logits    of one microbatch, or a rank's part of it (`train.service.context_parallel`), at the moment when both
-                           together are most
+    activations, logits    of one microbatch, or a rank's part of it, at their common peak
 
-Over several ranks the peak is in the backward pass, or where the largest group is reduced after it; the plan is the larger.
-
-`benchmarks/memory_plan.py` compares plans with measured peaks.
+Over several ranks the peak is in the backward pass or in the last reduction; the plan is the larger.
+docs/training-at-scale.md has the details; `benchmarks/memory_plan.py` compares plans with measured peaks.
 """
 
 from __future__ import annotations
@@ -47,6 +42,7 @@ from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
 from roundhouse.imports import lean_transformers
+from roundhouse.pretrained import build_model
 from roundhouse.training.context_parallel import Context, refuse_unfit_heads
 from roundhouse.training.forward import Scorer
 from roundhouse.training.layers import (
@@ -98,25 +94,25 @@ DEVICES = {
 PCIe three quarters of the one on SXM."""
 _SHORT = {"h100": "H100 80GB HBM3", "a100": "A100-SXM4-80GB", "gh200": "GH200 480GB"}
 USABLE = 0.95
-"""Of a device's memory: the rest is for CUDA's context and for what the allocator cannot use in its blocks."""
+"""Usable share of a device's memory; the rest is for CUDA's context and unusable parts of the allocator's blocks."""
 
 
 def known_device(name: str) -> Device | None:
-    """That torch calls so; None where no data sheet was read for it."""
+    """Return the device with this torch name; None if no data sheet is known."""
     return DEVICES.get(name.removeprefix("NVIDIA ").strip())
 
 
 def device_memory(name: str) -> float:
-    """Bytes of a device as a person names it: `h100`, `A100-SXM4-40GB`, or `96GB` where no name is known.
+    """Return the bytes of a named device: `h100`, `A100-SXM4-40GB`, or `96GB` for an unlisted one.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the name matches none of these.
     """
     if (size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name.strip(), re.IGNORECASE)) is not None:
         return float(size[1]) * 1e9
-    wanted = _SHORT.get(name.strip().lower(), name).removeprefix("NVIDIA ").strip().lower()
+    key = _SHORT.get(name.strip().lower(), name).removeprefix("NVIDIA ").strip().lower()
     for known, device in DEVICES.items():
-        if known.lower() == wanted:
+        if known.lower() == key:
             return device.memory
     raise ConfigError(
         f"--device {name} is not known. Known are {', '.join([*_SHORT, *DEVICES])}; or give its memory, such as 96GB."
@@ -125,15 +121,15 @@ def device_memory(name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one rank takes at its peak."""
+    """Memory of one rank at its peak."""
 
     parameters: int
-    """Of the model."""
+    """Number of the model's parameters."""
     ranks: int
     tokens: int
-    """Of a microbatch."""
+    """Tokens of a microbatch."""
     bytes: dict[str, int]
-    """By kind, in the order of the module's text; kinds of which there is nothing are left out."""
+    """Bytes by kind, in the order of the module's text; empty kinds are omitted."""
 
     @property
     def total(self) -> int:
@@ -155,7 +151,7 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     refuse_uneven(ranks, context, tensor, replicas, experts)
     refuse_unfit_layout(model, train)
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
-    over = ranks // (tensor * replicas)  # that share what a rank has of the model
+    over = ranks // (tensor * replicas)  # ranks that share a rank's part of the model
     with built.mode:
         whole = sum(parameter.numel() for parameter in built.model.parameters())
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
@@ -163,7 +159,7 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         low = _frozen_low(built.model, train, sharded=ranks > 1)
         if experts > 1:
             _leave_experts_of_one(built.model, experts)
-        held = sum(parameter.numel() for parameter in built.model.parameters())
+        numel = sum(parameter.numel() for parameter in built.model.parameters())
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
@@ -181,18 +177,18 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
     if ranks > 1:
-        element, root, layer = built.model.dtype.itemsize, held - sum(layers), max(layers)
-        share = 1 - (whole - held) / learning if trained == whole else 1.0  # of gradients; experts may be frozen
+        element, root, layer = built.model.dtype.itemsize, numel - sum(layers), max(layers)
+        share = 1 - (whole - numel) / learning if trained == whole else 1.0  # of gradients; experts may be frozen
         reducing = {
             "gathered weights": element * (root + 2 * layer + max(root, layer)),
             "reduction": (element + 4) * max(root, layer) * learning // whole,
         }
         passing["gathered weights"] = element * (root + 2 * layer)
-        kept = dict(bytes_)
+        after_reduction = dict(bytes_)
         if train.reduce_gradients == "update":
             bytes_["whole gradients"] = int(4 * learning * share)
-            kept = bytes_ | {"gradients": 0}  # parts of the sum exist once it is made
-        bytes_ = max(kept | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
+            after_reduction = bytes_ | {"gradients": 0}  # parts of the sum exist once it is made
+        bytes_ = max(after_reduction | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
     else:
         bytes_ |= passing
     parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
@@ -200,13 +196,13 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
 
 
 def _frozen_low(model: PreTrainedModel, train: TrainConfig, *, sharded: bool) -> int:
-    """How many numbers are in 2 bytes of a model like this that does not learn; adapters are none of them."""
+    """Count the numbers in 2 bytes of such a model when it is frozen, without adapters."""
     frozen = [each for each in used_in_bfloat16(model, sharded=sharded) if train.lora is None or not each.requires_grad]
     return sum(parameter.numel() for parameter in frozen) if train.dtype == "bfloat16" else 0
 
 
 def _adapts_low(model: PreTrainedConfig, train: TrainConfig) -> bool:
-    """Whether an adapter's frozen model is held so, too."""
+    """Return whether an adapter's frozen model is held so, too."""
     published = str(model.get_text_config().dtype or model.dtype).removeprefix("torch.")
     return train.lora is not None and train.dtype == published == "bfloat16"
 
@@ -256,7 +252,8 @@ def _leave_experts_of_one(model: PreTrainedModel, ranks: int) -> None:
 
 
 def _exchanging(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Experts' forward pass with the tensors that the exchange makes: of each token, and what an expert makes of it, two."""
+    """Wrap the experts' forward pass with the tensors that the exchange makes: two per token, its input and its
+    output."""
 
     def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         pairs = index_TK.reshape(-1, 1)
@@ -270,7 +267,7 @@ def _exchanging(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def tensors_of(model: PreTrainedConfig) -> int:
-    """Tensors of a checkpoint of this model, in which each expert has matrices of its own."""
+    """Return the tensors of a checkpoint of this model, in which each expert has separate matrices."""
     count = 0
     for name, parameter in _without_bytes(model).named_parameters():
         fused = parameter.shape[0] if ".experts." in name and parameter.dim() == 3 else 1
@@ -280,12 +277,12 @@ def tensors_of(model: PreTrainedConfig) -> int:
 
 def _without_bytes(model: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(model)
-    return made
+        model_on_meta: PreTrainedModel = build_model(AutoModelForCausalLM, model)
+    return model_on_meta
 
 
 def _split(model: PreTrainedConfig, tensor: int) -> PreTrainedConfig:
-    """The shape of what a rank has of the model when so many split its layers."""
+    """Return the shape of a rank's part of the model if so many ranks split its layers."""
     split = copy.deepcopy(model)
     text: Any = split.get_text_config()
     heads = text.num_attention_heads
@@ -297,43 +294,43 @@ def _split(model: PreTrainedConfig, tensor: int) -> PreTrainedConfig:
 
 
 def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: int, memory: float) -> list[str]:
-    """Settings that make the step fit, the cheapest first, as `--set` takes them; all there are where none does.
+    """Return settings that make the step fit, the cheapest first, in the form of `--set`; all of them if none suffices.
 
     Args:
         memory: bytes that a rank may take.
     """
-    said: list[str] = []
+    settings: list[str] = []
     context, tensor, replicas, experts = train.parallelism.values()
     sizes = (2, 4, 8, 16, 32, 64)
     for key, value in _SAVINGS:
         if getattr(train, key) == value or (key == "reduce_gradients" and ranks == 1):
             continue
         train = train.model_copy(update={key: value})
-        said.append(f"train.{key}={str(value).lower()}")
+        settings.append(f"train.{key}={str(value).lower()}")
         if plan_memory(model, train, ranks, tokens).total <= memory:
-            return said
+            return settings
     if isinstance(service := train.service, RankedService):
         if replicas > 1:
             service = service.model_copy(update={"data_parallel_replicate": 1})
             train = train.model_copy(update={"service": service})
-            said.append("train.service.data_parallel_replicate=1")
+            settings.append("train.service.data_parallel_replicate=1")
             if plan_memory(model, train, ranks, tokens).total <= memory:
-                return said
+                return settings
         for key, now in (("expert_parallel", experts), ("context_parallel", context if train.packing else max(sizes))):
             for size in sizes:
                 if size <= now or ranks % (size * tensor):
                     continue
                 shared = train.model_copy(update={"service": service.model_copy(update={key: size})})
-                with suppress(ConfigError):  # the policy's heads or experts do not divide, or it has none
+                with suppress(ConfigError):  # the policy's heads or experts do not divide, or it has no plan
                     if plan_memory(model, shared, ranks, tokens).total <= memory:
-                        return [*said, f"train.service.{key}={size}"]
+                        return [*settings, f"train.service.{key}={size}"]
     for count in sizes:
         if count <= ranks or count % (context * tensor) or count % experts:
             continue
         if plan_memory(model, train, count, tokens).total <= memory:
-            return [*said, f"train.service.processes={count}"]
+            return [*settings, f"train.service.processes={count}"]
     return [
-        *said,
+        *settings,
         "fewer train.tokens_per_microbatch and generation.max_model_len, train.lora, or a smaller model",
     ]
 
@@ -358,8 +355,11 @@ def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) 
     register_packed_attention()
     compute = torch.bfloat16 if sharded and train.dtype == "bfloat16" else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # which writes the type into what it is given
-            copy.deepcopy(config), dtype=compute, attn_implementation=PACKED if train.packing else "sdpa"
+        model = build_model(
+            AutoModelForCausalLM,
+            copy.deepcopy(config),  # transformers writes the dtype into it
+            dtype=compute,
+            attn_implementation=PACKED if train.packing else "sdpa",
         ).eval()
         attach(model, train.lora, None, Path())
     if _adapts_low(config, train):
@@ -368,24 +368,24 @@ def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) 
         checkpoint_activations(model)
     replace_norms(model, tried=False)
     with FakeTensorMode() as mode:
-        made: dict[int, torch.nn.Parameter] = {}  # of tied weights one
+        fake_parameters: dict[int, torch.nn.Parameter] = {}  # of tied weights one
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in made:
+                if id(parameter) not in fake_parameters:
                     fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = torch.nn.Parameter(fake, parameter.requires_grad)
-                setattr(module, name, made[id(parameter)])
+                    fake_parameters[id(parameter)] = torch.nn.Parameter(fake, parameter.requires_grad)
+                setattr(module, name, fake_parameters[id(parameter)])
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return _Fake(model, mode)
 
 
 _FOLLOWED = 4, 6
-"""Layers of a model whose layers are alike: each of them keeps the same, so that two points give the line."""
+"""Layer counts to measure if all layers are alike: each adds the same, so two points give the line."""
 
 
 def _peak(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tuple[int, int]:
-    """Bytes that a pass has made at its peak, and those of logits among them. Cuts the model where its layers are alike."""
+    """Return the peak bytes of a pass, and the logits among them. Reduce the number of layers if they are alike."""
     layers = decoder_layers(built.model)
     shapes = {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
     kinds = set(getattr(built.model.config.get_text_config(), "layer_types", None) or ())
@@ -417,7 +417,7 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tu
     with built.mode:
         for parameter in built.model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        held = [tensor for p in built.model.parameters() for tensor in (p, p.grad) if tensor is not None]
+        tensors = [tensor for p in built.model.parameters() for tensor in (p, p.grad) if tensor is not None]
         length = -(-tokens // context) * context
         ids, count = torch.zeros(1, length, dtype=torch.long), torch.arange(length)
         row = Microbatch(  # one sequence; every token but the first is predicted
@@ -431,7 +431,9 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tu
             real_tokens=length,
         )
         try:
-            with _LiveBytes([*held, *built.model.buffers()], built.model.config.get_text_config().vocab_size) as live:
+            with _LiveBytes(
+                [*tensors, *built.model.buffers()], built.model.config.get_text_config().vocab_size
+            ) as live:
                 prediction = scorer.predict(row, with_entropy=entropy)
                 loss = prediction.log_probs.sum()
                 if prediction.entropy is not None:
@@ -456,7 +458,7 @@ class _WithoutPeers(Context):
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Follows the bytes of what operations make and nothing refers to any more.
+    """Track the bytes of tensors that operations make until they are released.
 
     Args:
         held: tensors that do not count.
@@ -473,8 +475,8 @@ class _LiveBytes(TorchDispatchMode):
         self.logits_at_peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
@@ -487,7 +489,7 @@ class _LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._drop, key)
         if self._now > self.at_peak:
             self.at_peak, self.logits_at_peak = self._now, self._logits
-        return made
+        return result
 
     def _drop(self, key: int) -> None:
         size, logits = self._known.pop(key)

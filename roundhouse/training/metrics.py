@@ -1,4 +1,4 @@
-"""The metrics of a training step: what each means, what it is a mean over, what is healthy.
+"""Metrics of a training step: meaning, denominator, healthy values.
 
 Invariant: every metric that a step reports is listed in `METRICS` with its denominator, so that values of several
 microbatches, ranks or steps can be combined without bias: means by their denominators' counts, extremes by max and min,
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Denominator(StrEnum):
-    """What a metric is averaged over, or how it combines when it is no mean."""
+    """Denominator of a metric, or its rule of combination if it is not a mean."""
 
     TOKENS = "tokens"
     """Trained tokens: those with a non-zero weight. Each counts once an epoch."""
@@ -47,12 +47,12 @@ _SUM, _MAX, _MIN, _LAST = Denominator.SUM, Denominator.MAX, Denominator.MIN, Den
 
 METRICS: dict[str, Metric] = {
     # the objective
-    "loss": Metric(_UPDATES, "the loss minimised, all terms", "near 0; its size says little"),
+    "loss": Metric(_UPDATES, "the loss minimised, all terms", "near 0; its size means little"),
     "policy_loss": Metric(_UPDATES, "its policy term", "near 0"),
     "kl_penalty": Metric(_TOKENS, "KL(policy ‖ reference) by the configured estimator, unscaled", "0.001 … 0.1"),
-    "kl_coefficient": Metric(_LAST, "weight of the KL; moves under adaptive_kl (only where it is not 0)"),
+    "kl_coefficient": Metric(_LAST, "weight of the KL; moves under adaptive_kl (only if it is not 0)"),
     "teacher_kl": Metric(_TOKENS, "log policy − log teacher on the policy's tokens (distillation)", "falls to 0"),
-    "nll": Metric(_TOKENS, "−cur over the tokens with a cross-entropy weight (only where there are any)", "falls"),
+    "nll": Metric(_TOKENS, "−cur over the tokens with a cross-entropy weight (only with such tokens)", "falls"),
     "approx_entropy": Metric(
         _TOKENS, "−exp(cur − gen) · cur, an estimate from the sampled tokens (not of written rows)", "slow decline"
     ),
@@ -63,12 +63,12 @@ METRICS: dict[str, Metric] = {
     "wd": Metric(_LAST, "weight decay"),
     "optimizer_steps": Metric(_LAST, "optimizer steps since the run began"),
     "num_updates": Metric(_SUM, "optimizer steps of this iteration; 0 when no group has spread"),
-    # the critic (only where the algorithm has one)
+    # the critic (only if the algorithm has one)
     "value_loss": Metric(_TOKENS, "half the squared error of the critic, clipped, over its updates", "falls"),
     "value_clip_fraction": Metric(
         _TOKENS, "share of tokens whose prediction moved by more than value_clip (only with one)", "< 0.2"
     ),
-    "value_mean": Metric(_TOKENS, "what the critic predicted before its updates", "near reward"),
+    "value_mean": Metric(_TOKENS, "the critic's predictions before its updates", "near reward"),
     "explained_variance": Metric(
         _LAST,
         "1 − var(return − value) ÷ var(return) over the trained tokens, before the updates (unless all returns are equal)",
@@ -97,9 +97,12 @@ METRICS: dict[str, Metric] = {
         _TOKENS, "share of tokens that the correction gave weight 0 (only with one)", "< 0.05"
     ),
     "correction_nonfinite": Metric(_SUM, "tokens whose exp(old − gen) is not finite; their weight is 0", "0"),
+    "num_corrected_seqs": Metric(
+        _SUM, "sequences that mismatch_correction auto corrects (only with auto)", "0 with float32"
+    ),
     "num_masked_seqs": Metric(_SUM, "sequences without any weight left after the correction"),
     "num_mismatched_seqs": Metric(
-        _SUM, "sequences whose log-probabilities the weights do not give (validation.recompute_tolerance); masked", "0"
+        _SUM, "sequences whose log-probabilities the weights contradict (validation.recompute_tolerance); masked", "0"
     ),
     # rewards and groups
     "reward": Metric(Denominator.ROLLOUTS, "mean reward; a rollout counts once"),
@@ -109,15 +112,15 @@ METRICS: dict[str, Metric] = {
     "advantages/mean": Metric(_ALL, "mean advantage", "near 0"),
     "advantages/max": Metric(_MAX, "largest advantage"),
     "advantages/min": Metric(_MIN, "smallest advantage"),
-    "baseline_reward/pct_0": Metric(_GROUPS, "percent of groups where every reward is 0: too hard"),
-    "baseline_reward/pct_1": Metric(_GROUPS, "percent of groups where every reward is 1: too easy"),
+    "baseline_reward/pct_0": Metric(_GROUPS, "percent of groups in which every reward is 0: too hard"),
+    "baseline_reward/pct_1": Metric(_GROUPS, "percent of groups in which every reward is 1: too easy"),
     "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups whose rewards all equal another number"),
-    "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread: those that teach", "> 30"),
+    "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread, which are trained on", "> 30"),
     "num_groups_shaped_flat": Metric(
         _SUM, "groups with spread whose shaped rewards are all equal: nothing to learn (only with shaping)", "0"
     ),
     "group_size_min": Metric(_MIN, "rollouts of the smallest group"),
-    "num_groups_of_one": Metric(_SUM, "groups with a single rollout, which has nothing to be compared with", "0"),
+    "num_groups_of_one": Metric(_SUM, "groups with a single rollout, without a comparison", "0"),
     "num_truncated_masked": Metric(_SUM, "sequences left out by mask_truncated"),
     "num_selected": Metric(_SUM, "rollouts that cross-entropy learns from"),
     # counts

@@ -29,15 +29,15 @@ OPTIMIZER = "optimizer"
 BLOCK = 128
 """Numbers of an 8-bit moment that share a scale: most models' rows have whole blocks."""
 _SMALLEST = 4096
-"""Elements of a parameter whose moments are in blocks: below it they take nothing, as in bitsandbytes."""
+"""Smallest parameter whose moments are in blocks; smaller ones save nothing, as in bitsandbytes."""
 
 
 def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
-    """Learning rate of the update after `steps_before` others.
+    """Return the learning rate of the update after `steps_before` others.
 
-    Linear from 1/warmup_steps of the full rate, then as the schedule says. A falling one has come down to `final_share` of the
-    full rate after `decay_steps` more updates: in a straight line, or by half a cosine (Loshchilov and Hutter,
-    arXiv:1608.03983, one period), and stays there.
+    Linear from 1/warmup_steps of the full rate, then by the schedule. A falling schedule reaches `final_share` of the
+    full rate after `decay_steps` more updates, linearly or by half a cosine (Loshchilov and Hutter, arXiv:1608.03983,
+    one period), and stays there.
     """
     if steps_before < config.warmup_steps:
         return config.learning_rate * (steps_before + 1) / config.warmup_steps
@@ -49,7 +49,7 @@ def learning_rate(config: OptimizerConfig, steps_before: int) -> float:
 
 
 def in_blocks(shape: torch.Size) -> bool:
-    """Whether 8-bit moments of a parameter are: its rows have whole blocks, and it is not small."""
+    """Return whether 8-bit moments of a parameter are in blocks: its rows have whole blocks, and it is not small."""
     return len(shape) > 1 and shape.numel() >= _SMALLEST and math.prod(shape[1:]) % BLOCK == 0
 
 
@@ -62,10 +62,10 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.op
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups = []
-    for kept, weight_decay in ((matrices, config.weight_decay), (others, 0.0)):
+    for members, weight_decay in ((matrices, config.weight_decay), (others, 0.0)):
         # a fused step takes tensors that are laid out over the same ranks
         layouts: dict[Any, list[torch.nn.Parameter]] = {}
-        for parameter in kept:
+        for parameter in members:
             layouts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         groups += [{"params": group, "weight_decay": weight_decay} for group in layouts.values()]
     if config.moments == "8-bit":
@@ -84,7 +84,7 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> torch.op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Of the next update."""
+    """Set the rate of the next update."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):  # torchao compiles with it
             group["lr"].fill_(rate)
@@ -107,7 +107,7 @@ def save_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
 
 
 def _blocks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> RowwiseAdamW8bit | None:
-    """The optimizer, where it keeps moments of this parameter in blocks."""
+    """Return the optimizer if it keeps moments of this parameter in blocks."""
     eight = hasattr(optimizer, "parts") and in_blocks(parameter.shape)
     return cast("RowwiseAdamW8bit", optimizer) if eight else None
 

@@ -1,44 +1,28 @@
-"""From ragged sequences to what a forward pass takes: rows of packed sequences, or a padded rectangle.
+"""From ragged sequences to forward passes: rows of packed sequences, or padded rectangles; and their distribution over
+ranks.
 
-Invariant: each trained token is predicted exactly once, from exactly the tokens before it in its own sequence, at positions
-that start at 0. A packed row holds whole sequences one after the other; nothing of one is visible to another.
+Invariant: each trained token is predicted exactly once, from exactly the tokens before it in its own sequence, at
+positions that start at 0. Sequences in a row do not see each other. Tokens from the last trained one on predict nothing
+and are omitted.
 
     row        a0 a1 a2 a3 b0 b1 b2        (longest first)
     positions   0  1  2  3  0  1  2
 
-Tokens after the last trained one of a sequence, and that one itself, predict nothing that is trained: they are left out.
-
-**Shared prompts.** Sequences that begin with the same untrained tokens, as the rollouts of a group do, are in the row after
-one copy of them (Prefix Grouper, arXiv:2506.05433). Every continuation attends to the prompt and to itself:
+**Shared prompts.** Sequences with equal untrained prefixes, such as a group's rollouts, share one copy (Prefix Grouper,
+arXiv:2506.05433); a prefix of all prompts is in each row once. A family is shared if it saves a tenth of its tokens, a
+common prefix if it saves a tenth of all (`SHARING_PAYS`). Values and gradients equal those of whole sequences up to the
+order of sums.
 
     row        p0 p1 p2 a3 a4 a5 b3 b4     for p0 p1 p2 a3 a4 a5 and p0 p1 p2 b3 b4
     positions   0  1  2  3  4  5  3  4
 
-What all prompts begin with, as a system message and the schemas of tools, is in each row once, before them:
-
-    row        s0 s1 p2 a3 a4 b3 q2 c3     for s0 s1 p2 a3 a4, s0 s1 p2 b3 and s0 s1 q2 c3
-    positions   0  1  2  3  4  3  2  3
-
-Values and gradients are those of whole sequences but for the order of sums. A group is kept together where that saves a tenth
-of its tokens or more, and a common beginning is shared where it saves a tenth of all (`SHARING_PAYS`).
-
-Bins for several ranks (`Dealer`): every sequence is dealt to exactly one rank, and all ranks get equally many turns. A turn
-without a bin is `None`: the rank takes part in the collectives of the turn and contributes nothing.
-
-What a sequence of n tokens costs is n + n²/knee, in tokens: matrices cost the same for each token, causal attention grows with
-the square. With P weights that multiply every token, L layers and attention of width h (heads · head size), forward is 2·P·n +
-2·L·h·n² multiplications and additions, so
-
-    knee = P / (L · h)         about 35,000 tokens for a dense model of 1.5 B parameters
-
-is the length at which both halves are equal. Backward doubles both and leaves the ratio.
-
-Ranks of a sharded model meet in every layer of every turn, so a turn lasts as long as its costliest bin. Bins are therefore
-sorted by cost and dealt in rounds of neighbours, in each round the costliest to the rank that has done least:
+**Ranks** (`Dealer`). Every sequence goes to exactly one rank, and all ranks get equally many turns, perhaps idle
+(`None`). A sequence of n tokens costs n + n²/knee: with P weights that multiply every token, L layers and attention of
+width h, forward is 2·P·n + 2·L·h·n² operations, so knee = P / (L · h), about 35,000 tokens for a dense model of 1.5 B
+parameters. A turn lasts as long as its costliest bin, so bins are sorted by cost and dealt in rounds, the costliest to
+the rank with the least work so far. The last round is spread over all ranks.
 
     costs 9 8 5 4 2 1, two ranks        turn 1: 9 | 8        turn 2: 4 | 5        turn 3: 2 | 1        sums 15 | 14
-
-Where the last turn has fewer bins than there are ranks, its sequences are spread over all ranks anew.
 """
 
 from __future__ import annotations
@@ -53,7 +37,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a sequence costs to compute, in units of one token's matrix products."""
+    """Cost of a sequence's computation, in units of one token's matrix products."""
 
     knee: float
     """Length at which attention costs as much as everything else; infinite leaves the linear part alone."""
@@ -92,7 +76,7 @@ class Dealer:
 def deal(
     bins: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, budget: int, cost: CostModel, ranks: int
 ) -> list[list[list[int] | None]]:
-    """For each rank its bins, turn by turn, `None` where there is none. Deterministic.
+    """Return each rank's bins, turn by turn, `None` for an idle turn. Deterministic.
 
     With fewer sequences than ranks, some ranks have an empty turn.
 
@@ -108,13 +92,13 @@ def deal(
         loose = sorted((i for part in parts[-short:] for i in part), key=lambda i: (-costs[i], i))
         parts[-short:] = _spread(loose, lengths, budget, costs, ranks) or parts[-short:]
     weight = [float(costs[part].sum()) for part in parts]
-    done = np.zeros(ranks)
+    work = np.zeros(ranks)
     dealt: list[list[list[int] | None]] = [[] for _ in range(ranks)]
     for first in range(0, len(parts), ranks):
         turn = sorted(range(first, min(first + ranks, len(parts))), key=lambda i: -weight[i])
-        for place, rank in enumerate(np.argsort(done, kind="stable").tolist()):
+        for place, rank in enumerate(np.argsort(work, kind="stable").tolist()):
             dealt[rank].append(parts[turn[place]] if place < len(turn) else None)
-            done[rank] += weight[turn[place]] if place < len(turn) else 0.0
+            work[rank] += weight[turn[place]] if place < len(turn) else 0.0
     return dealt
 
 
@@ -139,7 +123,7 @@ def _spread(
 
 
 def imbalance(dealt: Sequence[Sequence[Sequence[int] | None]], costs: Sequence[float] | np.ndarray) -> float:
-    """How much longer the busiest rank works than the mean of all: max / mean − 1, 0 without work."""
+    """Return the excess of the busiest rank's work over the mean: max / mean − 1, 0 without work."""
     work = _work(dealt, costs).sum(axis=1)
     return float(work.max() / work.mean()) - 1 if work.any() else 0.0
 
@@ -157,8 +141,9 @@ def _work(dealt: Sequence[Sequence[Sequence[int] | None]], costs: Sequence[float
 
 
 SPAN_RATIO = 0.8
-"""Sequences of a row whose lengths lie within this ratio share one attention call, padded to the longest of them. On the
-quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many small calls, and 0 pads without bound."""
+"""Sequences of a row whose lengths lie within this ratio share one attention call, padded to the longest of them. On
+the quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many small calls, and 0 pads without
+bound."""
 
 
 SHARING_PAYS = 0.1
@@ -167,7 +152,7 @@ and smaller, and one with a prompt before it takes a mask."""
 
 
 LARGEST_MASK = 2**26
-"""Cells of the largest mask; sequences whose own tokens would need a larger one do not share their prompt."""
+"""Cells of the largest mask; sequences whose tokens need a larger one do not share their prompt."""
 
 
 class FlatTokens(Protocol):
@@ -254,9 +239,9 @@ class Microbatch:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `budget`, by first-fit decreasing; ties in order of index.
+    """Return bins of indices whose lengths sum to at most `budget`, by first-fit decreasing; ties in order of index.
 
-    Deterministic. A length above the budget gets a bin of its own. Inside a bin the longest is first.
+    Deterministic. A length above the budget gets a separate bin. Inside a bin the longest is first.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     bins: list[list[int]] = []
@@ -283,12 +268,12 @@ def build_microbatches(
     packed: bool,
     dealer: Dealer | None = None,
 ) -> list[Microbatch]:
-    """Microbatches that together predict the `trained` tokens ([T] bool) of the sequences with these `indices`.
+    """Return microbatches that together predict the `trained` tokens ([T] bool) of the sequences with these `indices`.
 
     Args:
-        budget: positions of one microbatch, padding included; a longer sequence gets a microbatch of its own.
+        budget: positions of one microbatch, padding included; a longer sequence gets a separate microbatch.
         packed: rows with block-diagonal attention, else rectangles of sequences of similar length.
-        dealer: narrows them to one rank's; all ranks get equally many, some of them perhaps idle.
+        dealer: selects one rank's; all ranks get equally many, some of them perhaps idle.
     """
     bounds = [slice(sequences.offsets[index], sequences.offsets[index + 1]) for index in indices]
     needed = np.array([np.flatnonzero(trained[tokens])[-1] for tokens in bounds], dtype=np.int64)
@@ -318,7 +303,7 @@ def build_microbatches(
 
 
 def _idle(packed: bool) -> Microbatch:
-    """One position that predicts nothing: what a rank computes while its peers have work that it takes part in."""
+    """Return one position that predicts nothing, for a rank that only takes part in its peers' collectives."""
     nothing = np.zeros(0, dtype=np.int64)
     return Microbatch(
         input_ids=torch.zeros(1, 1, dtype=torch.long),
@@ -341,13 +326,13 @@ class _Family:
     prompt: int
     """Tokens that they share; 0 when there is one sequence."""
     tokens: int
-    """Of all of them in a row."""
+    """Tokens of all its sequences in a row."""
 
 
 def _families(
     sequences: FlatTokens, indices: Sequence[int], needed: np.ndarray, trained: np.ndarray, budget: int
 ) -> list[_Family]:
-    """The sequences by what they share, in families of at most `budget` tokens, where sharing pays."""
+    """Return the sequences in families of at most `budget` tokens that share prefixes, if sharing saves enough."""
     by_prompt: dict[bytes, list[int]] = {}
     prompts = np.zeros(len(indices), dtype=np.int64)
     for place in np.argsort(-needed, kind="stable").tolist():
@@ -385,7 +370,7 @@ def _common_beginning(
     trained: np.ndarray,
     budget: int,
 ) -> int:
-    """How many tokens all prompts begin with, where sharing them pays; else 0."""
+    """Return the length of the prefix of all prompts if sharing it saves enough; else 0."""
     if len(families) < 2:
         return 0
     prompts = []
@@ -413,7 +398,7 @@ def _packed(
     runs: list[tuple[int, int, int]] = []  # of the row: a sequence's place in `needed`, and which of its positions
     places: list[int] = []
     origins: list[int] = []  # of each sequence: a token's place in the row less its position
-    before: list[int] = []  # of each sequence: what predicts its first token, -1 for what is at its place
+    before: list[int] = []  # predictor of each sequence's first token, -1 for the one at its place
     spans: list[Span] = []
     end = common
     if common:
@@ -494,7 +479,7 @@ def _predictions(
 
 
 def _spans(lengths: np.ndarray, start: int, prompt: tuple[int, int] | None = None) -> list[Span]:
-    """Cut sequences, longest first, where the length falls below `SPAN_RATIO` of the span's longest.
+    """Cut sequences, longest first, at lengths below `SPAN_RATIO` of the span's longest.
 
     Args:
         start: the position of the first in the row.

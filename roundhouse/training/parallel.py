@@ -1,11 +1,11 @@
-"""The processes that train one model together, and what they add up.
+"""The processes that train one model together, and their sums.
 
-Invariant: every rank calls the same verbs with the same request and gets the same answer: each computes its share of the
-sequences, and sums over all ranks are in the answer. One process alone is rank 0 of 1, where every function here returns what
-it was given, so that nothing of a run on one process depends on this module.
+Invariant: every rank calls the same verbs with the same request and gets the same answer: each computes its share of
+the sequences, and the answer has the sums over all ranks. One process alone is rank 0 of 1, for which every function
+here returns its argument.
 
-`torchrun` starts the processes and numbers them by environment variables; `join` makes them a group, over NCCL on GPUs and
-gloo on CPUs.
+`torchrun` starts the processes and numbers them by environment variables; `join` makes them a group, over NCCL on GPUs
+and gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ class Ranks:
     context: Context | None = None
     """The ranks that have other positions of this rank's microbatches."""
     mesh: DeviceMesh | None = None
-    """[replicate, fsdp] with several replicas, [fsdp, tp] with tensor parallelism; None: every rank has other rows of the one
-    model. Ranks of a replica are neighbours, and those that split a matrix are."""
+    """[replicate, fsdp] with several replicas, [fsdp, tp] with tensor parallelism; None: every rank has other rows of
+    the one model. Ranks of a replica are neighbours, as are those that split a matrix."""
     experts: DeviceMesh | None = None
     """[efsdp, ep], all ranks: neighbours along `ep` have different experts of a layer, those along `efsdp` other rows of the
     same; None: experts are sharded as all else."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files."""
+        """Return whether this is the process that writes files."""
         return self.rank == 0
 
     @property
     def first_here(self) -> int:
-        """The first rank of this machine, which fetches for its neighbours what they all read."""
+        """Return the first rank of this machine, which fetches files for its neighbours."""
         return self.rank - self.local_rank
 
     @property
     def is_beside_leader(self) -> bool:
-        """Whether it sees the files of the leading rank's machine."""
+        """Return whether it can read the files of the leading rank's machine."""
         return self.rank < self.here
 
     @property
@@ -117,7 +117,7 @@ class Ranks:
         self.sum(np.zeros(1))
 
     def gather(self, found: T) -> list[T]:
-        """What each rank found, in the order of the ranks."""
+        """Gather each rank's value, in rank order."""
         if self.size == 1:
             return [found]
         import torch.distributed as distributed
@@ -132,21 +132,21 @@ class Ranks:
         return every
 
     def merge(self, shares: dict[str, Share]) -> dict[str, Share]:
-        """What all ranks found together of each metric; a rank that had no work adds nothing."""
+        """Merge all ranks' metrics; a rank without work adds nothing."""
         if self.size == 1:
             return shares
         names = list(METRICS)
-        held = np.array([name in shares for name in names], dtype=np.float64)
+        present = np.array([name in shares for name in names], dtype=np.float64)
         counts = np.array([shares[name].count if name in shares else 0 for name in names], dtype=np.float64)
         values = np.array([shares[name].value if name in shares else 0.0 for name in names], dtype=np.float64)
         kinds = [METRICS[name].denominator for name in names]
         sign = np.where([kind is Denominator.MIN for kind in kinds], -1.0, 1.0)
-        extremes = sign * self.largest(np.where(held > 0, sign * values, -np.inf))
-        held, counts, sums = self.sum(np.stack([held, counts, values]))
+        extremes = sign * self.largest(np.where(present > 0, sign * values, -np.inf))
+        present, counts, sums = self.sum(np.stack([present, counts, values]))
         return {
             name: Share(float(extremes[i] if kinds[i] in _EXTREMES else sums[i]), int(counts[i]))
             for i, name in enumerate(names)
-            if held[i]
+            if present[i]
         }
 
     def _reduced(self, values: np.ndarray, operation: str) -> np.ndarray:
@@ -244,7 +244,7 @@ def _mesh(device: str, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:
-    """Begin the group of all processes; InfraError where they do not come within the time."""
+    """Form the group of all processes; InfraError if some are missing at the time limit."""
     import torch.distributed as distributed
 
     try:
@@ -265,7 +265,7 @@ def _meet(ranks: Ranks, backend: str, timeout: timedelta) -> None:
 
 
 def leave() -> None:
-    """End the group of processes, where there is one."""
+    """End the group of processes, if one exists."""
     import torch.distributed as distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -273,28 +273,29 @@ def leave() -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whole, on every rank; collective where it is sharded."""
-    whole = getattr(tensor, "full_tensor", None)  # DTensor, whose import costs a second that one process need not pay
+    """Return a tensor whole, on every rank; collective if it is sharded."""
+    whole = getattr(tensor, "full_tensor", None)  # DTensor's import takes a second, which one process need not pay
     return tensor if whole is None else whole()
 
 
 PIECE_BYTES = 16 * 2**20
-"""Of a tensor on its way from the rank that has it: large enough for the network, small beside a rank's part of a model."""
+"""Size of a tensor's pieces on their way from their owner: large enough for the network, small relative to a rank's
+part of a model."""
 
 
 def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch.Tensor]:
-    """The rows of a tensor in their order, in pieces, on one rank; nothing on the others, which send theirs. Collective where
-    the tensor is spread over ranks: each of them exhausts the iterator.
+    """Yield the rows of a tensor in order, in pieces, on one rank; the others only send. Collective if the tensor is
+    spread over ranks: each of them exhausts the iterator.
 
-    Where it is spread by rows, the ranks of the owner's replica send pieces of at most PIECE_BYTES, or of one row, and none
-    holds more of the tensor than its own rows and a piece. Of a matrix that tensor parallelism splits too, every rank has the
-    whole for a moment; this, and a tensor that is not spread, is one piece.
+    If it is spread by rows, the ranks of the owner's replica send pieces of at most PIECE_BYTES, or of one row, and no
+    rank holds more than its own rows and a piece. A matrix that tensor parallelism also splits is whole on every rank
+    for a moment; it is one piece, as is a tensor that is not spread.
 
     Raises:
         InfraError: a rank is lost.
     """
     owns, mine = ranks.rank == owner, tensor.detach()
-    if not hasattr(mine, "to_local"):  # a DTensor, whose import costs a second that one process need not pay
+    if not hasattr(mine, "to_local"):  # a DTensor, whose import takes a second that one process need not pay
         if owns:
             yield mine
         return
@@ -319,7 +320,7 @@ def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch
 
 
 def gathered(tensor: torch.Tensor, ranks: Ranks, owner: int) -> torch.Tensor | None:
-    """A tensor whole on one rank, None on the others; collective where it is spread over them.
+    """Return a tensor whole on one rank, None on the others; collective if it is spread over them.
 
     Raises:
         InfraError: a rank is lost.
@@ -366,9 +367,9 @@ def sent_row(
     if owner not in (rank for rank, _, _ in holders) or ranks.rank not in (holder, owner):
         return None
     index = row - begin
-    held = ranks.rank == holder
+    is_holder = ranks.rank == holder
     local = mine.to_local()
-    one = change(local[index : index + 1] if held else local.new_empty(1, *local.shape[1:])).contiguous()
+    one = change(local[index : index + 1] if is_holder else local.new_empty(1, *local.shape[1:])).contiguous()
     _passed_on(one, ranks, holder, owner)
     return one if ranks.rank == owner else None
 
@@ -395,8 +396,8 @@ def sharded_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _row_holders(tensor: Any) -> list[tuple[int, int, int]] | None:
-    """The ranks of this replica over which a tensor is spread by rows, each with the first of its rows and the one after the
-    last, in the order of rows; None where tensor parallelism splits it, too."""
+    """Return the ranks of this replica over which a tensor is spread by rows, with their first row and end, in row
+    order; None if tensor parallelism splits it, too."""
     mesh: DeviceMesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
@@ -418,12 +419,13 @@ def _row_holders(tensor: Any) -> list[tuple[int, int, int]] | None:
 
 
 def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks, device: str, dtype: str) -> None:
-    """Spread parameters, and later gradients and optimizer state, over the ranks of a replica with FSDP2; nothing when alone.
+    """Spread parameters, and later gradients and optimizer state, over the ranks of a replica with FSDP2; do nothing on
+    one rank.
 
-    A layer's parameters are whole only while it computes; all others of `root` form a group of their own. Gradients are summed
-    over the ranks, not averaged: what a rank contributes is already scaled by counts of the whole update. Experts that ranks
-    have split before are spread over those with the same; their gradients are sums over tokens of all ranks. Under bfloat16
-    parameters are gathered and used in it, and gradients are reduced in float32.
+    A layer's parameters are whole only while it computes; all others of `root` form one group. Gradients are summed
+    over the ranks, not averaged, because each rank's contribution is already scaled by counts of the whole update.
+    Experts that ranks have already split are spread over the ranks with the same ones; their gradients are sums over
+    tokens of all ranks. Under bfloat16 parameters are gathered and used in it, and gradients are reduced in float32.
     """
     if ranks.size == 1:
         return
@@ -447,11 +449,11 @@ def shard(root: torch.nn.Module, layers: Iterable[torch.nn.Module], ranks: Ranks
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
 
 
 def reduce_gradients(root: torch.nn.Module, *, shards: bool, replicas: bool) -> None:
-    """What the next backward pass of a sharded module adds gradients up over, those of earlier passes too.
+    """Set the ranks over which a sharded module's next backward pass sums gradients, including those of earlier passes.
 
     Args:
         shards: over the ranks of a replica, after which each keeps its part.
@@ -463,7 +465,7 @@ def reduce_gradients(root: torch.nn.Module, *, shards: bool, replicas: bool) -> 
 
 
 def clip_gradient(root: torch.nn.Module, limit: float, ranks: Ranks) -> float:
-    """Scale the gradient down to this norm where it is larger; the norm that it had, over all ranks."""
+    """Scale the gradient down to this norm if it is larger, and return its norm before, over all ranks."""
     parameters = [parameter for parameter in root.parameters() if parameter.grad is not None]
     if ranks.columns == 1 and ranks.experts is None:
         return float(full(torch.nn.utils.clip_grad_norm_(parameters, limit)))

@@ -49,12 +49,12 @@ class SavedTensor:
     """A tensor that is to be saved."""
 
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole."""
     dtype: torch.dtype
     pieces: Callable[[Ranks, int], Iterable[torch.Tensor]]
     """Its rows in order, on the rank of this number; nothing on the others. All take part."""
     on_leader: bool = False
-    """Whether the leading rank alone has it, whole."""
+    """Whether only the leading rank has it, whole."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
@@ -64,11 +64,11 @@ class SavedTensor:
     def by_whole(
         cls, shape: torch.Size, dtype: torch.dtype, whole: Callable[[Ranks, int], torch.Tensor | None]
     ) -> SavedTensor:
-        """One that `whole` makes in one piece, on the rank of a number; None on the others."""
+        """Describe a tensor that `whole` makes in one piece on the numbered rank, None on the others."""
 
         def pieces(ranks: Ranks, owner: int) -> Iterator[torch.Tensor]:
-            if (made := whole(ranks, owner)) is not None:
-                yield made
+            if (tensor := whole(ranks, owner)) is not None:
+                yield tensor
 
         return cls(shape, dtype, pieces)
 
@@ -83,7 +83,7 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
         weights: see `TensorWriter`.
 
     Raises:
-        InfraError: another rank could not write; what this rank could not write is raised as it is.
+        InfraError: another rank could not write; this rank's own error is raised unchanged.
     """
     headers = [TensorHeader(name, saved.dtype, tuple(saved.shape)) for name, saved in tensors.items()]
     writers = 1 if any(saved.on_leader for saved in tensors.values()) else min(ranks.size, ranks.here)
@@ -117,12 +117,12 @@ def save_tensors(tensors: SavedTensors, directory: Path, stem: str, ranks: Ranks
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """What is freed goes back to the system, as far as the C library can be told.
+    """Return freed memory to the system, as far as the C library allows.
 
-    glibc learns to keep blocks of up to 32 MiB for the next allocation. Between the tensors that stay, the blocks of those that
-    were converted or sent would take as much memory as a rank's part. Behind the block it keeps those below 256 KiB: the larger
-    ones of a pass would leave gaps in the heap, which four ranks of 43 M parameters pay with 550 of 1,400 MiB each. Mapping
-    them anew takes some 3 to 8 % more CPU.
+    glibc learns to keep blocks of up to 32 MiB for the next allocation. Between tensors that stay, blocks of converted
+    or sent ones would take as much memory as a rank's part. After the block it keeps those below 256 KiB: larger ones
+    would leave gaps in the heap, which cost 550 of 1,400 MiB on each of four ranks with 43 M parameters. Mapping them
+    anew takes some 3 to 8 % more CPU.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
@@ -201,17 +201,17 @@ def saved_tensors(directory: Path, stem: str) -> Iterator[tuple[str, torch.Tenso
 
 
 def files_of(directory: Path, stem: str) -> list[Path]:
-    """The files that `save_tensors` wrote.
+    """Return the files that `save_tensors` wrote.
 
     Raises:
-        DataError: the index is damaged, or names one that is missing.
+        DataError: the index is damaged, or names a missing file.
     """
     indexed = (directory / f"{stem}{INDEX}").is_file()
     return weight_files(directory, stem) if indexed else [directory / f"{stem}.safetensors"]
 
 
 def matrix_types(files: Iterable[Path]) -> set[str]:
-    """As safetensors names them: the number formats of all tensors in these files but vectors.
+    """Return the number formats, in safetensors' names, of all tensors in these files except vectors.
 
     Raises:
         DataError: a file is missing or damaged.

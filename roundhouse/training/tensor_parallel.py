@@ -1,26 +1,26 @@
 """The matrices of each layer, or its experts, split over neighbouring ranks by transformers' plans for the model.
 
-**Tensor parallelism.** Invariant: the ranks of a group compute the same rows and return the same log-probabilities; of
-attention each computes its heads, of the feed-forward layers its columns.
+**Tensor parallelism.** Invariant: the ranks of a group compute the same rows and return the same log-probabilities;
+each computes its heads of attention and its columns of the feed-forward layers.
 
     q, k, v, gate, up     by columns: each rank has some heads, and some of the inner features
     o, down               by rows: each rank's product is a part of the sum, which one all-reduce makes
     all else              whole on each rank: norms, embeddings, the output layer
 
-FSDP2 shards both kinds over the other ranks. Norms of single heads (`q_norm`, `k_norm`) are whole but see a rank's own heads
-only, so that their gradients are parts of a sum. transformers adds them up in each backward pass, and with them what earlier
-passes have added up already; here this is done once, before the update (`sum_partial_gradients`).
+FSDP2 shards both kinds over the other ranks. Norms of single heads (`q_norm`, `k_norm`) are whole but see only a rank's
+heads, so their gradients are partial sums. transformers would add them up in each backward pass, including earlier
+passes; `sum_partial_gradients` does it once, before the update.
 
-**Expert parallelism.** Invariant: each rank computes its own rows, as without it; an expert computes those of all ranks of its
-group, so that its gradient is the group's sum. In each layer a rank sends every token to the ranks that have its experts, and
-they send back what these make of it:
+**Expert parallelism.** Invariant: each rank computes its own rows; an expert computes those of all ranks of its group,
+so its gradient is the group's sum. In each layer a rank sends every token to the ranks with its experts and receives
+their outputs:
 
     two ranks, 4 experts      rank 0                    rank 1
     attention, router         its own tokens            its own tokens
     experts                   0, 1 for tokens of both   2, 3 for tokens of both
 
-Ranks with the same experts share them by FSDP2, and all else is sharded over all ranks. transformers loads models so only where
-`ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) has no such bound.
+Ranks with the same experts share them by FSDP2; everything else is sharded over all ranks. transformers loads models so
+only if `ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) has no such bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the layers' matrices over the ranks of the mesh's dimension `tp`.
 
     Raises:
-        ConfigError: transformers has no plan for the model that this module knows.
+        ConfigError: transformers has no plan for the model that this module supports.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -53,7 +53,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_without_plan(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers are not split by columns and rows alone, as those of experts are.
+    """Refuse a model whose layers are split by more than columns and rows, such as experts.
 
     Raises:
         ConfigError: it is such a model.
@@ -80,10 +80,10 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
-    """Refuse a model without experts, or whose experts so many ranks cannot divide.
+    """Refuse a model without experts, or whose experts do not divide over so many ranks.
 
     Raises:
-        ConfigError: names what does not fit, and the sizes that do.
+        ConfigError: names the mismatch and the sizes that fit.
     """
     key, plan = f"train.service.expert_parallel is {size}", model.ep_plan or {}
     if set(plan.values()) != {"grouped_gemm", "ep_dispatch_experts"}:
@@ -100,7 +100,7 @@ def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
 
 
 def expert_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """A layer's experts each, with parameters whose rows are the experts."""
+    """Return each layer's experts, with parameters whose rows are the experts."""
     dispatched = {name for name, style in (model.ep_plan or {}).items() if style == "ep_dispatch_experts"}
     return [module for name, module in model.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in dispatched]
 
@@ -119,13 +119,13 @@ def sum_partial_gradients(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_unfit_shape(model: Any, size: int) -> None:
-    """Refuse a model whose heads or inner features so many ranks cannot divide.
+    """Refuse a model whose heads or inner features do not divide over so many ranks.
 
     Args:
         model: its configuration, of transformers.
 
     Raises:
-        ConfigError: names what does not divide, and the sizes that do.
+        ConfigError: names the mismatch and the sizes that fit.
     """
     text = model.get_text_config()
     heads = text.num_attention_heads

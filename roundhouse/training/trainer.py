@@ -1,15 +1,14 @@
 """The trainer: sequences and version v in, version v + 1 out, over any train service.
 
-Invariant: the weights after a step depend on nothing but the weights and optimizer state before it, the sequences, the
-configuration, and (seed, iteration). So a run that is saved and loaded between any two steps is, on CPU, bit for bit the
-run that was not.
+Invariant: the weights after a step depend only on the weights and optimizer state before it, the sequences, the
+configuration, and (seed, iteration). A run that is saved and loaded between any two steps is therefore, on CPU, bit for
+bit equal to one that was not.
 
-A step: the algorithm stamps per-token columns; the log-probabilities `old` are computed once; the trained rollouts are
-shuffled by a seed derived from (seed, iteration, epoch) and cut into `updates` parts; each part is one optimizer step, whose
-gradient is summed over microbatches of at most `tokens_per_microbatch` positions. A critic, where the algorithm has one, gives
-its values first and has its updates last (`critic`). An update is applied only when its loss and
-the norm of its gradient are finite. `TrainStep` drives the verbs of a train service and holds no model and no gradient: what it
-asks of the service is all that happens to the weights.
+A step: the algorithm makes per-token columns; the log-probabilities `old` are computed once; the trained rollouts are
+shuffled by a seed derived from (seed, iteration, epoch) and cut into `updates` parts; each part is one optimizer step,
+whose gradient is summed over microbatches of at most `tokens_per_microbatch` positions. A critic, if the algorithm has
+one, computes its values first and its updates last (`critic`). An update is applied only if its loss and gradient norm
+are finite. `TrainStep` calls the verbs of a train service and holds no model and no gradient.
 """
 
 from __future__ import annotations
@@ -119,14 +118,15 @@ class Trainer:
         critic_dir: ModelSource | None = None,
         seed: int = 0,
     ) -> Trainer:
-        """Give the service a Hugging Face directory and, to continue, the `trainer/` directory that was saved in it.
+        """Load a Hugging Face directory into the service and, to continue, the `trainer/` directory that was saved in
+        it.
 
         Args:
-            model_dir: not needed any more once this returns.
+            model_dir: may be deleted once this returns.
             trainer_state: None starts a fresh optimizer.
-            reference_dir: model of the KL term, not read when the algorithm has none. None where it has one: with `lora` what
-                the adapter stands on, if the algorithm's reference is the start; else refused.
-            critic_dir: model that a new critic begins from; None: `model_dir`. Not read where the algorithm has none, or
+            reference_dir: model of the KL term, unused without one. None with a KL term: with `lora`, the adapter's
+                base if the algorithm's reference is the start; else refused.
+            critic_dir: model that a new critic starts from; None: `model_dir`. Unused without a critic, or if
                 `trainer_state` has the critic.
             seed: the run's seed; shuffling is derived from it and the iteration.
 
@@ -158,7 +158,7 @@ class Trainer:
 
     @property
     def engine(self) -> TrainEngine:
-        """The service, where it is this process."""
+        """Return the service if it is in this process."""
         service = self.learner.service
         if not isinstance(service, TrainEngine):
             raise ConfigError(f"This trainer's model is not in this process but behind {type(service).__name__}.")
@@ -166,7 +166,7 @@ class Trainer:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The policy as it is now, where it is in this process."""
+        """Return the present policy if it is in this process."""
         return self.engine.model
 
     @property
@@ -178,25 +178,25 @@ class Trainer:
         """Train on an iteration's sequences.
 
         Args:
-            tolerances: [S] nats that a sequence's recorded log-probabilities may be off those of the weights (`borne_out`), 0
-                for any: beyond it the sequence has weight 0. None: any.
+            tolerances: [S] allowed difference in nats between a sequence's recorded log-probabilities and those of the
+                weights (`borne_out`), 0 for any; beyond it the sequence has weight 0. None: any.
 
-        When no group has spread there is nothing to learn: the weights stay, `updates` is 0, and the mismatch between engine
+        If no group has spread, nothing can be learnt: the weights stay, `updates` is 0, and the mismatch between engine
         and trainer is measured on all sequences.
 
         Raises:
             DataError: the iteration was trained on before, or the sequences do not fit the model.
-            NonFiniteError: the update that showed it was not applied.
+            NonFiniteError: an update was not finite and was not applied.
             InfraError: the service was lost.
 
-        After an error in or after the first update the weights may belong to no version, and the trainer refuses all further
-        work: load it again. (A first update refused for not being finite changed nothing, and is no such error.)
+        After an error in or after the first update the weights may not equal any version, and the trainer refuses all
+        further work: load it again. (A first update refused for not being finite changed nothing and does not count.)
         """
         self._refuse_after_failure()
-        done = self.cursor.iteration
-        if done is not None and iteration <= done:
+        last_iteration = self.cursor.iteration
+        if last_iteration is not None and iteration <= last_iteration:
             raise DataError(
-                f"Iteration {iteration} cannot be trained on: these weights already include iteration {done}. "
+                f"Iteration {iteration} cannot be trained on: these weights already include iteration {last_iteration}. "
                 f"Load the checkpoint from before iteration {iteration}."
             )
         check_fits(self.learner.service.facts(), sequences)
@@ -212,7 +212,8 @@ class Trainer:
         return report
 
     def store(self, place: Location, attempt: str, *, state: bool = True, weights: bool = True) -> ModelFiles:
-        """Write what `save` writes to a checkpoint of the store, from where the weights are (`store_checkpoint`)."""
+        """Write the files of `save` to a checkpoint of the store, from the holder of the weights
+        (`store_checkpoint`)."""
         self._refuse_after_failure()
         return self.learner.service.store_checkpoint(place, attempt, self.cursor if state else None, weights=weights)
 
@@ -241,7 +242,7 @@ class NonFiniteError(DataError):
 
 @dataclass(slots=True)
 class Learner:
-    """What a step works with; it changes the service's weights and the cursor."""
+    """Objects of a step, which changes the service's weights and the cursor."""
 
     service: TrainService
     algorithm: Algorithm
@@ -259,7 +260,7 @@ class Learner:
 
 
 class TrainStep:
-    """What the parts of a step share. Made for one iteration, run once."""
+    """Shared state of a step's parts. Made for one iteration, run once."""
 
     def __init__(
         self, learner: Learner, sequences: TrainingSequences, iteration: int, tolerances: np.ndarray | None = None
@@ -288,11 +289,11 @@ class TrainStep:
         self.sums = MetricSums()
         self.computed = {"microbatches": 0, "real": 0, "positions": 0}
         self.updating = False
-        """Whether the service may hold a gradient, or weights of no version."""
+        """Whether the service may hold a gradient, or weights that equal no version."""
 
     @property
     def _warms_up(self) -> bool:
-        """Whether the critic alone learns."""
+        """Return whether only the critic learns."""
         return self.critic is not None and self.learner.cursor.critic_iterations < self.critic.config.warmup_iterations
 
     def _plan(self, trained: np.ndarray) -> list[list[int]]:
@@ -307,7 +308,7 @@ class TrainStep:
         )
 
     def run(self) -> StepReport:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if not self.learner.algorithm.needs_log_probs:
             # The first update computes its own sequences' log-probabilities itself, on the same weights.
             first = self.batches[0] if self.batches else []
@@ -323,11 +324,11 @@ class TrainStep:
                 self._update_critic(self.critic)
         self._measure_mismatch()
         self._steer_kl()
-        self.seconds["total"] = time.perf_counter() - begun
+        self.seconds["total"] = time.perf_counter() - start
         return self._report()
 
     def _signals(self) -> TokenSignals:
-        """The algorithm's columns, from log-probabilities of all generated tokens where it reads them."""
+        """Return the algorithm's columns, from log-probabilities of all generated tokens if it reads them."""
         algorithm, mask = self.learner.algorithm, self.sequences.loss_mask
         inputs = AlgorithmInputs(kl_coefficient=self.learner.cursor.kl_coefficient)
         if algorithm.needs_log_probs:
@@ -355,7 +356,7 @@ class TrainStep:
         """One optimizer step on the sequences with these indices."""
         logger.info("iteration %d: update %d of %d", self.iteration, number + 1, len(self.batches))
         learner = self.learner
-        # Of what was written, no log-probability is compared with another: there is no pass over all before the first update
+        # Written tokens have no recorded log-probabilities to compare, so no pass precedes the first update
         first = not learner.algorithm.needs_log_probs and (number == 0 or not self.sequences.sampled)
         chosen = token_positions(self.sequences, indices)
         self.updating = True
@@ -371,7 +372,7 @@ class TrainStep:
         shares = gradient.shares
         if (
             not self.sequences.sampled
-        ):  # an average over draws, weighted by how likely they were: written tokens are none
+        ):  # an average over draws, weighted by their probability; written tokens were not drawn
             shares = {name: share for name, share in shares.items() if name != "approx_entropy"}
         self.sums.merge(shares)
         measured = {"loss": gradient.loss, "policy_loss": gradient.policy_loss}
@@ -384,7 +385,7 @@ class TrainStep:
         self.computed["positions"] += gradient.positions
 
     def _update_critic(self, critic: CriticStep) -> None:
-        """The critic's optimizer steps, on the same minibatches as the policy's where both learn from the same sequences."""
+        """Run the critic's optimizer steps, on the policy's minibatches if both learn from the same sequences."""
         learner, optimizer, returns = self.learner, critic.config.optimizer, self.signals.returns
         if returns is None:
             raise DataError(f"{type(learner.algorithm).__name__} gives no returns, which its critic is to learn.")
@@ -399,16 +400,17 @@ class TrainStep:
                 norm = self.service.optim_step(rate, optimizer.max_grad_norm, Role.CRITIC).grad_norm
                 assert norm is not None, "a service that trains a critic reports it"
                 self._require_finite("critic_grad_norm", norm, number)
-            done = {"critic_steps": learner.cursor.critic_steps + 1}
-            learner.cursor = learner.cursor.model_copy(update=done)
+            counts = {"critic_steps": learner.cursor.critic_steps + 1}
+            learner.cursor = learner.cursor.model_copy(update=counts)
             self.sums.merge(gradient.shares)
             self.sums.add("critic_grad_norm", torch.tensor(norm, dtype=torch.float64))
         if self.critic_batches:
-            done = {"critic_iterations": learner.cursor.critic_iterations + 1}
-            learner.cursor = learner.cursor.model_copy(update=done)
+            counts = {"critic_iterations": learner.cursor.critic_iterations + 1}
+            learner.cursor = learner.cursor.model_copy(update=counts)
 
     def _scale(self, indices: list[int], trained: np.ndarray) -> np.ndarray:
-        """Of each token of these sequences, the factor that makes their update's sum over `trained` tokens a mean."""
+        """Return the factor of each token of these sequences that makes their update's sum over `trained` tokens a
+        mean."""
         loss = self.learner.algorithm.loss
         counts = np.add.reduceat(trained.astype(np.int64), self.sequences.offsets[:-1])[indices]
         scale = sequence_scale(
@@ -420,9 +422,9 @@ class TrainStep:
         return np.repeat(scale.numpy(), self.sequences.lengths[indices])
 
     def _loss_batch(self, indices: list[int], chosen: np.ndarray, *, first: bool) -> LossBatch:
-        """The update's sequences, with what the token loss needs of them; `chosen` are their tokens.
+        """Return the update's sequences with the token loss's inputs; `chosen` are their tokens.
 
-        `first`: their old log-probabilities are those of the very pass that computes the gradient.
+        `first`: the pass that computes the gradient also gives their old log-probabilities.
         """
         sequences, columns, loss = self.sequences, self.signals.columns, self.learner.algorithm.loss
         return LossBatch(
@@ -439,7 +441,8 @@ class TrainStep:
         )
 
     def _measure_mismatch(self) -> None:
-        """Over the trained tokens; over all generated ones when none is trained; over none where they were written."""
+        """Measure over the trained tokens; over all generated ones if none is trained; over none if they were
+        written."""
         source = np.flatnonzero(self.measured)
         if not len(source):
             return
@@ -449,8 +452,8 @@ class TrainStep:
         add_mismatch(self.sums, old, gen, sequence, loss.mismatch_bounds)
         add_correction(self.sums, old, gen, loss, sequence)
         if self.tolerance is not None:
-            kept = borne_out(old, gen, torch.from_numpy(self.tolerance[source]), sequence)
-            self.sums.add("num_mismatched_seqs", sequence_means((~kept).double(), sequence))
+            confirmed = borne_out(old, gen, torch.from_numpy(self.tolerance[source]), sequence)
+            self.sums.add("num_mismatched_seqs", sequence_means((~confirmed).double(), sequence))
 
     def _steer_kl(self) -> None:
         """Let an adaptive controller choose the next iteration's KL coefficient."""
@@ -476,9 +479,9 @@ class TrainStep:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.seconds[part] += time.perf_counter() - begun
+        self.seconds[part] += time.perf_counter() - start
 
     def _report(self) -> StepReport:
         sequences, trained = self.sequences, int(self.trained.sum())
@@ -519,11 +522,12 @@ class TrainStep:
 def plan_updates(
     sequences: Sequence[int], rollouts: Sequence[int] | np.ndarray, updates: int, epochs: int, seed: int, iteration: int
 ) -> list[list[int]]:
-    """The sequences of each optimizer step: `updates` parts an epoch, of numbers of rollouts that differ by at most one.
+    """Return the sequences of each optimizer step: `updates` parts an epoch, with numbers of rollouts that differ by at
+    most one.
 
-    Each epoch shuffles the rollouts anew, independently of length, reward or order of arrival; the sequences of one stay
-    together, so that it counts once in the mean of one step. With fewer rollouts than updates, each is a part of its own.
-    The result depends on the arguments alone. `rollouts` [S] numbers the rollout of every sequence.
+    Each epoch shuffles the rollouts anew, independently of length, reward or order of arrival; the sequences of one
+    stay together, so that it counts once in the mean of one step. With fewer rollouts than updates, each is a separate
+    part. The result depends on the arguments alone. `rollouts` [S] numbers the rollout of every sequence.
     """
     members: dict[int, list[int]] = {}
     for sequence in sequences:
@@ -544,7 +548,7 @@ class StepReport:
 
     iteration: int
     updates: int
-    """Optimizer steps done; 0 when no group had spread, and the weights are what they were."""
+    """Optimizer steps done; 0 if no group had spread and the weights did not change."""
     metrics: dict[str, float]
     seconds: dict[str, float]
     """Wall time: forward_old, forward_reference, critic (0 when not needed), updates, total."""

@@ -1,49 +1,32 @@
-"""Rollouts and turns as Python objects: what the rollout engine makes, validation judges and the Parquet writers take.
+"""Rollouts and turns as Python objects, and the ledger of an iteration's rollouts and tokens.
 
     task ── group ── rollout ── turn (one model call)
-                        └────── sequence (what is trained on; made by validation)
+                        └────── sequence (training input; made by validation)
 
-Invariant: a rollout that failed has no reward (`reward is None`), and a rollout that completed or was truncated has one. Token
-IDs are what the engine returned, never re-tokenised.
+Invariants: a failed rollout has no reward (`reward is None`); a completed or truncated one has a reward. Token IDs are
+the engine's, never re-tokenised. Spread is a property of a whole group: measured without one rollout, the single right
+answer among wrong ones would be filtered out.
 
-Spread of a group's rewards, without which it is not trained on, belongs to a whole group and never to one of its rollouts:
-measured over the others of a rollout, the single right answer among wrong ones would have none, and would be the one to be
-filtered out.
+A `Ledger` counts the outcome of every requested rollout. It always balances: `requested = completed + truncated +
+failed + masked + omitted`, and the failures by code add up to `failed`. It is checked against its rows when a stage is
+read, before training, and in `store verify`:
 
-The ledger says what became of every requested rollout, in numbers.
-
-Invariant, checked whenever one is made: `requested = completed + truncated + failed + masked + omitted`, and the
-failures by code add up to `failed`. A ledger that does not balance cannot exist.
-
-    >>> Ledger.from_outcomes([Status.COMPLETED, Status.FAILED], ["", "tool_timeout"]).counts()["failed"]
-    1
-
-Functions hold it against the rows that it counts: when a stage is read, before it is trained on, and in
-`store verify`. For every iteration:
-
-    requested = completed + truncated + failed + masked + omitted              of collect and of validate
     the `rollouts` dataset has these rows by status, each id once              collect, evaluate
     no row without a rewarded status has a reward                              collect, evaluate
     validate has as many requested and failed as collect                       between the two
     the rollouts of `sequences` are those completed and truncated              validate, and again before training
 
-The last one is why a reward of a failed rollout cannot reach a weight: a sequence of it would be one rollout too many.
-
-Tokens: every generated token of an iteration's training rollouts is either trained on or wasted for exactly one reason,
-recorded by the stage that knows it:
-
-    generated = trained on + failed + quarantined + omitted + untrained
-
-    failed        its rollout has no reward                                             validate
-    quarantined   validation refused its rollout                                        validate
-    omitted       its group was too small, or more was collected than was wanted        validate
-    untrained     the algorithm gave its sequences no weight: a group without spread    train
+The last check keeps the reward of a failed rollout from the weights. Every generated token of a training rollout is
+trained on or wasted for exactly one reason: failed, quarantined or omitted (validate; too small a group or surplus), or
+untrained (train; a group without spread).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,9 +50,9 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     """Ended by a limit of turns or tokens; it has a reward."""
     FAILED = "failed"
-    """No reward exists; `failure_kind` and `failure_detail` say why."""
+    """Without a reward; `failure_kind` and `failure_detail` have the cause."""
     MASKED = "masked"
-    """Has a reward but must not be trained on (the environment or an agent said so, or validation refused it)."""
+    """Has a reward but must not be trained on, by decision of the environment, the agent or validation."""
     OMITTED = "omitted"
     """Not trained on although nothing is wrong with it: its group was too small, or it was never started."""
 
@@ -77,29 +60,34 @@ class Status(StrEnum):
     def rewarded(self) -> bool:
         return self is not Status.FAILED and self is not Status.OMITTED
 
+    @property
+    def counted(self) -> bool:
+        """The reward counts in means and group statistics: a masked rollout keeps its reward on record alone."""
+        return self is Status.COMPLETED or self is Status.TRUNCATED
+
 
 class FailureKind(StrEnum):
-    """Who is at fault, hence whether a retry can help (`roundhouse.errors`)."""
+    """Party at fault, which decides whether a retry can help (`roundhouse.errors`)."""
 
     INFRA = "infra"
     DATA = "data"
 
 
 class CallStage(StrEnum):
-    """What one model call passes through, in order."""
+    """Stages of one model call, in order."""
 
     REQUEST = "LF1 Request"
     """The JSON that is sent: messages or Responses items."""
     INPUT_PROMPT = "LF2 Input Prompt"
     """The text that the chat template makes of it."""
     PROMPT_TOKEN_IDS = "LF3 Prompt Token IDs"
-    """That text in tokens."""
+    """The text in tokens."""
     GENERATION_TOKEN_IDS = "LF4 Generation Token IDs"
-    """What the model draws."""
+    """The model's sampled tokens."""
     GENERATION = "LF5 Generation"
-    """Those tokens as text."""
+    """The sampled tokens as text."""
     RESPONSE = "LF6 Response"
-    """That text, parsed into content and tool calls."""
+    """The text, parsed into content and tool calls."""
 
 
 @dataclass(slots=True)
@@ -111,17 +99,17 @@ class Turn:
     parent: int | None
     """Turn whose tokens this prompt continues; None begins a new root (the first turn, or a break)."""
     prompt_token_ids: list[int]
-    """Only what the prompt adds to the parent's prompt and generation; the whole prompt at a root."""
+    """Tokens that the prompt adds to the parent's prompt and generation; the whole prompt at a root."""
     prompt_length: int
     """Length of the whole prompt as the engine saw it, in tokens."""
     prompt_digest: str
     """`digest_tokens` of the whole prompt as the engine saw it: the proof that the stored parts rebuild it."""
     generation_token_ids: list[int]
     generation_log_probs: list[float]
-    """Natural logarithms under the distribution sampled from (temperature applied), one a generated token; none where the
+    """Natural logarithms under the sampling distribution (with temperature), one per generated token; empty if the
     tokens were written, not sampled."""
     policy_version: int
-    """Version of the weights that answered; the oldest of them, where a refit came in between."""
+    """Version of the generating weights; the oldest one if a refit happened in between."""
     finish_reason: str
     """stop, tool_calls or length."""
     latency_seconds: float
@@ -131,8 +119,8 @@ class Turn:
     """`[{"version": 3, "tokens": 17}, …]`: which version drew which of the generated tokens, in order; None: all are
     `policy_version`'s."""
     reward: float | None = None
-    """What the environment gave for this turn, a part of the rollout's reward; None: it said nothing yet of the turns since the
-    last one with a reward. What is left of the rollout's reward belongs to its last turns."""
+    """The environment's reward for this turn, part of the rollout's reward. None: not judged yet; the rest of the
+    rollout's reward belongs to its last turns."""
 
 
 @dataclass(slots=True)
@@ -157,9 +145,10 @@ class Rollout:
     """stop, length, max_turns, max_tokens, environment (a world's own limit), or empty when it failed."""
     failure_kind: FailureKind | None = None
     failure_code: str = ""
-    """Short and stable. Of a failed rollout, the failure's type: engine_unreachable, engine_timeout, tool_timeout,
-    environment_unavailable, verifier_failed, … Of a masked one, why, where the environment itself did not ask for it:
-    token_capture_<reason> (its recorded calls cannot be joined in one way), malformed_token_fields (an import); else empty."""
+    """Short and stable. For a failed rollout, the failure's type: engine_unreachable, engine_timeout, tool_timeout,
+    environment_unavailable, verifier_failed, … For a masked one, the reason unless the environment asked for it:
+    token_capture_<reason> (its recorded calls cannot be joined uniquely), malformed_token_fields (an import); else
+    empty."""
     failure_detail: str = ""
     started_at: float = 0.0
     """Seconds since the epoch."""
@@ -168,15 +157,20 @@ class Rollout:
     generation_seconds: float = 0.0
     environment_seconds: float = 0.0
     branched_from: str | None = None
-    """Id of the rollout whose turns it begins with; these are not trained on. None: it begins with its task."""
+    """ID of the rollout whose turns it begins with; these are not trained on. None: it begins with its task."""
 
     @property
     def rollout_id(self) -> str:
         return f"{self.group_id}/{self.sample}"
 
     @property
+    def counted_reward(self) -> float | None:
+        """The reward as a part of means and group statistics; None of a rollout that failed or is masked."""
+        return self.reward if self.status.counted else None
+
+    @property
     def generated_tokens(self) -> int:
-        """Over all its turns; of a branch, over those that were made for it."""
+        """Return the number of tokens of all its turns; for a branch, of its new turns."""
         own = [turn for turn in self.turns if turn.trained] if self.branched_from is not None else self.turns
         return sum(len(turn.generation_token_ids) for turn in own)
 
@@ -196,23 +190,39 @@ def as_markdown(rollout: Rollout) -> str:
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     lines = [f"### {rollout.rollout_id}: {rollout.status.value}, reward {reward}"]
     if rollout.failure_code:
-        lines.append(f"_{rollout.failure_code}: {rollout.failure_detail}_")
+        lines.append(f"_{rollout.failure_code}_ {as_code(rollout.failure_detail)}")
     lines += [f"- {line}" for line in conversation_lines(rollout.items)]
     return "\n".join(lines)
 
 
-def conversation_lines(items: list[dict[str, Any]]) -> list[str]:
-    """One line an item: `user: …`, `call: calc({…})`, `tool: …`, `assistant: …`."""
-    lines = []
+def conversation_lines(items: list[dict[str, Any]], most: int = sys.maxsize) -> list[str]:
+    """Return a line of Markdown per item: its role, and its text as code. `most` limits the characters of all texts
+    together."""
+    lines: list[str] = []
     for item in items:
+        if most <= 0:
+            break
         kind = item.get("type", "message")
         if kind == "function_call":
-            lines.append(f"**call** `{item['name']}({item['arguments']})`")
+            name, text = "call", f"{item['name']}({item['arguments']})"
         elif kind == "function_call_output":
-            lines.append(f"**tool** `{item['output']}`")
+            name, text = "tool", str(item["output"])
         else:
-            lines.append(f"**{item.get('role', kind)}** {item_text(item)}")
+            name, text = item.get("role", kind), item_text(item)
+        role = f"**{name}**" if str(name).isidentifier() else as_code(str(name))
+        lines.append(f"{role} {as_code(text[:most])}")
+        most -= len(text)
     return lines
+
+
+def as_code(text: str) -> str:
+    """Return a text as code on one line of Markdown, whatever it contains: a page that shows it loads no image of it."""
+    text = " ".join(text.splitlines()).strip()
+    if not text:
+        return ""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}"
 
 
 def item_text(item: dict[str, Any]) -> str:
@@ -230,23 +240,23 @@ def digest_tokens(token_ids: Sequence[int]) -> str:
 
 
 class GrowingDigest:
-    """`digest_tokens` of a sequence that only grows, at the cost of what is new."""
+    """Incremental `digest_tokens` of a growing sequence."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        """Append; the digest of everything so far.
+        """Append tokens and return the digest of all tokens so far.
 
         Raises:
-            TypeError, OverflowError: they are no token IDs.
+            TypeError, OverflowError: a value is not a token ID.
         """
         self._hash.update(array("i", token_ids).tobytes())
         return self._hash.hexdigest()[:16]
 
 
 SEEDS = 2**31
-"""How many seeds there are; servers take no larger ones."""
+"""Number of seeds; servers reject larger ones."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -267,13 +277,13 @@ def groups_with_spread(rollouts: Iterable[Rollout]) -> list[str]:
     rewards: dict[str, list[float]] = {}
     for rollout in rollouts:
         own = rewards.setdefault(rollout.group_id, [])
-        if rollout.status in (Status.COMPLETED, Status.TRUNCATED) and rollout.reward is not None:
-            own.append(rollout.reward)
+        if (reward := rollout.counted_reward) is not None:
+            own.append(reward)
     return [group for group, values in rewards.items() if values and has_spread(values)]
 
 
 def has_spread(rewards: list[float]) -> bool:
-    """Whether the rewards (at least one) are not all equal."""
+    """Return whether the rewards (at least one) are not all equal."""
     highest, lowest = max(rewards), min(rewards)
     return highest - lowest > SPREAD_TOLERANCE * max(1.0, abs(highest), abs(lowest))
 
@@ -333,16 +343,16 @@ class Ledger(BaseModel):
     def from_outcomes(
         cls, outcomes: Sequence[Status], failure_codes: Sequence[str], requested: int | None = None
     ) -> Ledger:
-        """The ledger of `outcomes`; `failure_codes` are parallel to them and count where the outcome is failed.
+        """Count `outcomes`; `failure_codes` are parallel to them and count for failed outcomes.
 
         Raises:
-            LedgerError: `requested` (by default as many as there are outcomes) is not the number of outcomes.
+            LedgerError: `requested` (by default the number of outcomes) is not the number of outcomes.
         """
         counts = Counter(status.value for status in outcomes)
         pairs = zip(outcomes, failure_codes, strict=True)
         failures = Counter(code for status, code in pairs if status is Status.FAILED)
-        asked = len(outcomes) if requested is None else requested
-        return cls(requested=asked, failures=dict(sorted(failures.items())), **counts)
+        requested_count = len(outcomes) if requested is None else requested
+        return cls(requested=requested_count, failures=dict(sorted(failures.items())), **counts)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout], requested: int | None = None) -> Ledger:
@@ -371,15 +381,15 @@ def ledger_of(manifest: Manifest) -> Ledger:
 
 
 def prove_counted(counts: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
-    """The rollouts are those that their stage counted.
+    """Prove that the rollouts are those that their stage counted.
 
     Raises:
         LedgerError: more, fewer, or with other outcomes.
     """
     if "requested" not in counts:
         return  # a dataset that was imported and never counted
-    found = Ledger.from_rollouts(rollouts, requested=counts["requested"]).counts()
-    other = {name: (counts.get(name, 0), count) for name, count in found.items() if counts.get(name, 0) != count}
+    actual = Ledger.from_rollouts(rollouts, requested=counts["requested"]).counts()
+    other = {name: (counts.get(name, 0), count) for name, count in actual.items() if counts.get(name, 0) != count}
     if other:
         differences = ", ".join(f"{name} {before} counted, {now} there" for name, (before, now) in other.items())
         raise LedgerError(f"The rollouts are not those of their ledger: {differences}. Collect the iteration again.")
@@ -398,7 +408,7 @@ def prove_trainable(counts: Mapping[str, int], sequences: pa.Table) -> None:
 
 
 def ledger_faults(location: Location, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the ledger of a complete stage, in words."""
+    """Return the faults of a complete stage's ledger as text."""
     if manifest.kind not in COUNTED or "requested" not in manifest.counts:
         return
     try:

@@ -1,25 +1,26 @@
-"""The Arrow schemas that pass between stages, and the conversions between records and tables.
+"""Arrow schemas of the data between stages, and the conversions between records and tables.
 
-Invariant: storage is linear in tokens. A turn stores only what its prompt adds to its parent; `rebuild_prompts` gives the whole
-prompts back, and the stored length and digest prove that they are the ones the engine saw.
+Invariant: storage is linear in tokens. A turn stores only the tokens that its prompt adds to its parent;
+`rebuild_prompts` restores whole prompts, and the stored length and digest prove that they equal the engine's.
 
-In training sequences, the loss mask is 1 exactly on the generated tokens of trained turns, the log-probabilities there are
-those that the engine returned, and 0 everywhere else (everywhere in conversations that were written, not sampled); a sequence
-is one root-to-leaf path of the rollout's tree of turns (`chains_of`).
+A training sequence is one root-to-leaf path of the rollout's tree of turns (`chains_of`). Its loss mask is 1 exactly on
+the generated tokens of trained turns. The log-probabilities there are the engine's, and 0 elsewhere (everywhere in
+written conversations).
 
     turn 0: prompt [1, 2], generates [3, 4]     token_ids  1 2 3 4 5 6
     turn 1: adds [5], generates [6]             loss_mask  0 0 1 1 0 1
 
-The train stage adds the log-probabilities of these tokens under the weights that the step began from. A token that it did not
-compute is null, never 0: a policy that is certain of a token gives it a log-probability of exactly 0.
+The train stage adds the log-probabilities of these tokens under its initial weights. A token that was not computed is
+null, never 0, because a certain token has a log-probability of exactly 0.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.errors import DataError
+from roundhouse.health.policy import code_of
 from roundhouse.trajectories.records import FailureKind, Refusal, Rollout, Status, Turn
+from roundhouse.trajectories.storable import json_text, storable_text
+
+log = logging.getLogger(__name__)
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 
@@ -41,7 +46,7 @@ ROLLOUTS = pa.schema(
         ("status", pa.string()),
         ("attempt", pa.int32()),
         ("seed", pa.int64()),
-        ("reward", pa.float64()),  # null exactly when the rollout has none
+        ("reward", pa.float64()),  # null exactly if the rollout has no reward
         ("reward_components", _NUMBERS),
         ("metrics", _NUMBERS),
         ("task", pa.string()),  # JSON: the task row
@@ -59,7 +64,7 @@ ROLLOUTS = pa.schema(
         ("seconds", pa.float64()),
         ("generation_seconds", pa.float64()),
         ("environment_seconds", pa.float64()),
-        # of a branch, the rollout whose turns it begins with; generated_tokens are then those of the new turns
+        # for a branch, the rollout whose turns it begins with; generated_tokens then counts the new turns
         pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
     ]
 )
@@ -79,13 +84,13 @@ TURNS = pa.schema(
         ("finish_reason", pa.string()),
         ("latency_seconds", pa.float64()),
         ("trained", pa.bool_()),  # false: the loss skips its tokens
-        # null where one version drew all generated tokens
+        # null if one version generated all tokens
         pa.field(
             "version_spans",
             pa.list_(pa.struct([("version", pa.int32()), ("tokens", pa.int32())])),
             metadata={"added_later": "in-flight refit"},  # older datasets lack it; it reads as null
         ),
-        # null where the environment gave none for this turn
+        # null if the environment gave no reward for this turn
         pa.field("reward", pa.float64(), metadata={"added_later": "rewards of turns"}),
     ]
 )
@@ -107,7 +112,7 @@ SEQUENCES = pa.schema(
         ("rollout_generated_tokens", pa.int32()),  # of the whole rollout, in all its turns and sequences
         # of a branch: the rollout that its group is compared with, too
         pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
-        # of turns with a reward of their own, and the position after their last token
+        # rewards of single turns, and the position after their last token
         pa.field(
             "turn_rewards",
             pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())])),
@@ -134,6 +139,55 @@ class RewardOfFailure(DataError):
     """A rollout that failed, or was never started, comes with a reward."""
 
 
+class UnstorableRollout(DataError):
+    """A value of the rollout fits no table."""
+
+
+RolloutTables = tuple[pa.Table, pa.Table]
+"""The `turns` and the `rollouts` of one or more rollouts, in the order in which they are written."""
+
+
+def tables_of(rollouts: Sequence[Rollout]) -> RolloutTables:
+    """Return the two datasets of these rollouts."""
+    return turns_table(rollouts), rollouts_table(rollouts)
+
+
+def recorded_rollout(rollout: Rollout) -> tuple[Rollout, RolloutTables]:
+    """Return the rollout as it is recorded, with its tables: a failure with the code `unstorable_rollout`, without turns and
+    items, if a table cannot hold one of its values. One such rollout must not keep the others from the store."""
+    try:
+        return rollout, tables_of([rollout])
+    except RewardOfFailure:
+        raise
+    except Exception as error:  # the rollout ends here; whatever its parts hold becomes an outcome
+        log.exception("Rollout %s cannot be stored", rollout.rollout_id)
+        cause = UnstorableRollout(f"A value of the rollout fits no table: {type(error).__name__}: {error}"[:2000])
+        failed = Rollout(
+            group_id=storable_text(rollout.group_id),
+            sample=rollout.sample,
+            task=_printable_task(rollout.task),
+            environment=rollout.environment,
+            status=Status.FAILED,
+            attempt=rollout.attempt,
+            seed=rollout.seed,
+            failure_kind=FailureKind.DATA,
+            failure_code=code_of(cause),
+            failure_detail=str(cause),
+            started_at=rollout.started_at,
+            branched_from=rollout.branched_from,
+        )
+        return failed, tables_of([failed])
+
+
+def _printable_task(task: dict[str, Any]) -> dict[str, Any]:
+    """Return the task row as JSON, with other values as their text; its id alone if that is impossible."""
+    try:
+        printable: dict[str, Any] = json.loads(storable_text(json.dumps(task, default=repr, skipkeys=True)))
+    except (TypeError, ValueError, RecursionError):
+        printable = {"task_id": str(task.get("task_id", ""))}
+    return printable
+
+
 def rollouts_table(rollouts: Iterable[Rollout]) -> pa.Table:
     """The `rollouts` dataset.
 
@@ -158,10 +212,10 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
     by_rollout: dict[str, list[Turn]] = {}
     for row in turns.to_pylist():
         by_rollout.setdefault(row.pop("rollout_id"), []).append(Turn(**row))
-    found = []
+    records = []
     for row in rollouts.to_pylist():
         own = sorted(by_rollout.get(row["rollout_id"], []), key=lambda turn: turn.turn)
-        found.append(
+        records.append(
             Rollout(
                 group_id=row["group_id"],
                 sample=row["sample"],
@@ -186,7 +240,7 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
                 branched_from=row.get("branched_from"),
             )
         )
-    return found
+    return records
 
 
 def turn_versions(turn: Turn) -> list[int]:
@@ -216,23 +270,18 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
             "has none. Whatever set it is in error; it is not written."
         )
     total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in rollout.turns)
-    return {
-        "rollout_id": rollout.rollout_id,
-        "group_id": rollout.group_id,
+    texts = {name: storable_text(getattr(rollout, name)) for name in _TEXTS}
+    return texts | {
         "sample": rollout.sample,
-        "environment": rollout.environment,
         "status": rollout.status.value,
         "attempt": rollout.attempt,
         "seed": rollout.seed,
         "reward": rollout.reward,
-        "reward_components": list(rollout.reward_components.items()),
-        "metrics": list(rollout.metrics.items()),
-        "task": json.dumps(rollout.task, ensure_ascii=False),
-        "messages": json.dumps(rollout.items, ensure_ascii=False),
-        "finish_reason": rollout.finish_reason,
+        "reward_components": _named_numbers(rollout.reward_components),
+        "metrics": _named_numbers(rollout.metrics),
+        "task": json_text(rollout.task),
+        "messages": json_text(rollout.items),
         "failure_kind": rollout.failure_kind.value if rollout.failure_kind else None,
-        "failure_code": rollout.failure_code,
-        "failure_detail": rollout.failure_detail,
         "policy_version_first": min((turn.policy_version for turn in rollout.turns), default=None),
         "policy_version_last": max(
             (version for turn in rollout.turns for version in turn_versions(turn)), default=None
@@ -246,6 +295,13 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "environment_seconds": rollout.environment_seconds,
         "branched_from": rollout.branched_from,
     }
+
+
+_TEXTS = ("rollout_id", "group_id", "environment", "finish_reason", "failure_code", "failure_detail")
+
+
+def _named_numbers(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(storable_text(name), value) for name, value in numbers.items()]
 
 
 def summaries_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
@@ -384,56 +440,59 @@ def _append(chain: Chain, tokens: array[int], mask: bytearray, log_probs: array[
 
 
 def misaligned(table: pa.Table, accepted: Sequence[tuple[Rollout, list[Chain]]]) -> dict[str, str]:
-    """Rollout ids of the table's sequences that do not carry exactly what their trained turns say, with the evidence.
+    """Return rollout IDs of sequences that differ from their trained turns, with the evidence.
 
-    Read from the finished table, not from what built it: it is the last look before training.
+    This reads the finished table, not its source: it is the last check before training.
     """
     chains = [(rollout.rollout_id, chain) for rollout, own in accepted for chain in own]
-    wanted = array("i", [0]), array("i"), array("f")
+    expected = array("i", [0]), array("i"), array("f")
     for _, chain in chains:
         for turn in chain:
             if turn.trained:
-                wanted[1].extend(turn.generation_token_ids)
-                wanted[2].extend(turn.generation_log_probs or [0.0] * len(turn.generation_token_ids))
-        wanted[0].append(len(wanted[1]))
-    counts = np.diff(np.frombuffer(wanted[0], np.int32))
+                expected[1].extend(turn.generation_token_ids)
+                expected[2].extend(turn.generation_log_probs or [0.0] * len(turn.generation_token_ids))
+        expected[0].append(len(expected[1]))
+    counts = np.diff(np.frombuffer(expected[0], np.int32))
     columns = {name: table.column(name).combine_chunks() for name in ("token_ids", "loss_mask", "gen_logprobs")}
     bounds = columns["token_ids"].offsets.to_numpy()
     owner = np.repeat(np.arange(len(chains)), np.diff(bounds))
     mask = columns["loss_mask"].flatten().to_numpy()
     log_probs = columns["gen_logprobs"].flatten().to_numpy()
     tokens = columns["token_ids"].flatten().to_numpy()
-    found: dict[str, str] = {}
+    faults: dict[str, str] = {}
 
     def note(sequences: np.ndarray, evidence: str) -> None:
         for index in np.unique(sequences).tolist():
-            found.setdefault(chains[index][0], evidence)
+            faults.setdefault(chains[index][0], evidence)
 
     if not len(mask) == len(log_probs) == len(tokens):
         note(np.arange(len(chains)), "tokens, mask and log-probabilities differ in length")
-        return found
+        return faults
     on = mask == 1
     note(owner[~on & (mask != 0)], "the mask holds another number than 0 and 1")
     note(owner[~on & (log_probs != 0)], "a log-probability stands off the mask")
     trained = np.bincount(owner[on], minlength=len(chains))
     note(np.flatnonzero(trained != counts), "the mask covers another number of tokens than was generated")
-    if not found:
+    if not faults:
         source = np.repeat(np.arange(len(chains)), counts)
-        note(source[tokens[on] != np.frombuffer(wanted[1], np.int32)], "the mask does not lie on the generated tokens")
-        note(source[log_probs[on] != np.frombuffer(wanted[2], np.float32)], "a log-probability is not the engine's")
-    return found
+        note(
+            source[tokens[on] != np.frombuffer(expected[1], np.int32)], "the mask does not lie on the generated tokens"
+        )
+        note(source[log_probs[on] != np.frombuffer(expected[2], np.float32)], "a log-probability is not the engine's")
+    return faults
 
 
 FEWEST_TOKENS = 16
-"""Where a sequence is judged by its mean difference, a shorter one counts as this long: one unlikely token, where rounding
-shows most, is no evidence."""
+"""Smallest length for the mean difference of a sequence: a shorter one counts as this long, because one unlikely token,
+with the largest rounding error, is not evidence."""
 
 
 def computed_log_probs(row: pa.ListScalar) -> tuple[np.ndarray, np.ndarray]:
-    """A valid row of the column `trainer_logprobs`: [n] float32, 0 where not computed, and [n] bool, where it was.
+    """Read a valid row of the column `trainer_logprobs`: [n] float32, 0 for missing values, and [n] bool, True for
+    computed ones.
 
-    Older stores hold 0 in place of null. They are recognised by the first token, which nothing predicts: it is null in all
-    others.
+    Older stores hold 0 instead of null. They are recognised by the first token, which is never predicted and therefore
+    null in newer ones.
     """
     values = row.values
     if values.null_count:
@@ -443,6 +502,6 @@ def computed_log_probs(row: pa.ListScalar) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tolerances(versions: np.ndarray, policy_version: int, tolerance: float | None) -> np.ndarray | None:
-    """[S] float32: how far recorded and recomputed log-probabilities of each sequence may be apart, 0 where that is not judged
-    because another version generated it; None where nothing is."""
+    """Return the allowed difference between recorded and recomputed log-probabilities per sequence, [S] float32, 0 for
+    sequences of another version, which are not judged; None if none is judged."""
     return None if tolerance is None else np.where(versions == policy_version, tolerance, 0).astype(np.float32)

@@ -1,19 +1,19 @@
-"""Where the prompt of a model call does not begin with the tokens so far, and why.
+"""Find model calls whose prompt does not begin with the tokens so far, and their cause.
 
-Invariant: every call but the first whose prompt does not continue the call before it is reported once, with the first place
-that differs, the tokens on both sides of it and one likely cause, read from tokens (and from text, where a tokenizer is at
-hand). The cause decides between two kinds. A *fork* is a conversation of its own (`Cause.is_fork`): a sub-agent's, a branch, a
-compacted history; each of its paths is trained on. Everything else is a *break*: the same conversation came back in other
-tokens than it went out, and `validation.on_break` says what becomes of the rollout.
+Invariant: every call but the first that does not continue the previous call is reported once, with the first differing
+position, the tokens on both sides, and one likely cause, read from tokens (and from text, if a tokenizer is available).
+A *fork* is a separate conversation (`Cause.is_fork`): a sub-agent, a branch, a compacted history; each of its paths is
+trained on. Everything else is a *break*: the same conversation came back in other tokens, and `validation.on_break`
+decides about the rollout.
 
-A model call passes six stages (`records.CallStage`). From LF4 to LF5 nothing is lost; from LF5 to LF3 of the *next* call tokens
-can be.
+A model call passes six stages (`records.CallStage`). From LF4 to LF5 nothing is lost; from LF5 to LF3 of the *next*
+call tokens can change.
 
-    before   [.. 10 11 12 | 20]    call 1 saw and generated these        position: first place that differs
-    after    [.. 13 | 20 31 32]    the prompt of call 2                   here the text of 10 11 12 was tokenized as 13: merge
+    before   [.. 10 11 12 | 20]    call 1 saw and generated these        position: first difference
+    after    [.. 13 | 20 31 32]    the prompt of call 2                  here the text of 10 11 12 was tokenized as 13: merge
 
-The differing block ends where `ANCHOR` tokens agree again (or all that is left of the tokens so far), so a repeated border of a
-chat template, which is shorter, is not taken for it.
+The differing block ends at the next `ANCHOR` equal tokens (or at the end of the tokens so far), so the repeated border
+of a chat template, which is shorter, does not end it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from roundhouse.trajectories.schemas import rebuild_prompts
 ANCHOR = 8
 """Tokens that have to agree after a difference for it to have ended: longer than the border of a message in known templates."""
 HEADER = 3
-"""Tokens before an answer that say whose it is: what the usual templates put there, or the end of that."""
+"""Number of tokens before an answer that identify its role in the usual templates, or the end of these."""
 SHOWN = 8
 """Tokens of either side that a report shows from the break on, and half as many before it."""
 
@@ -49,7 +49,7 @@ class Cause(StrEnum):
 
     @property
     def is_fork(self) -> bool:
-        """Whether the call begins a conversation of its own, so that nothing is wrong with its tokens."""
+        """Return whether the call begins a separate conversation, so that its tokens are valid."""
         return self in (Cause.BRANCH, Cause.NEW_CONVERSATION, Cause.COMPACTED_HISTORY)
 
 
@@ -87,12 +87,12 @@ _MEANING: dict[Cause, tuple[CallStage, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenBreak:
-    """A call whose prompt does not continue the call before it."""
+    """A call whose prompt does not continue the previous call."""
 
     turn: int
     """The call."""
     before: int
-    """The earlier call that it is compared with: the one whose tokens it shares most of, the newest of several."""
+    """The earlier call that it is compared with: the newest of those with the longest common prefix."""
     position: int
     """Index of the first token that differs, in the whole prompt."""
     expected: list[int]
@@ -101,7 +101,7 @@ class TokenBreak:
     """Tokens of the prompt around `position`."""
     cause: Cause
     texts: tuple[str, str] | None = None
-    """`expected` and `found` as text, where a tokenizer is at hand."""
+    """`expected` and `found` as text, if a tokenizer is available."""
 
     def __str__(self) -> str:
         stage, meaning = _MEANING[self.cause]
@@ -114,7 +114,7 @@ class TokenBreak:
 
 
 def token_breaks(turns: Sequence[Turn], decode: Decode | None = None) -> list[TokenBreak]:
-    """Every call but the first whose prompt does not begin with all tokens of the call before it.
+    """Return every call but the first whose prompt does not begin with all tokens of the previous call.
 
     Args:
         turns: in order, as `validation.prove_prompts` proved them.
@@ -124,7 +124,7 @@ def token_breaks(turns: Sequence[Turn], decode: Decode | None = None) -> list[To
         return []
     prompts = rebuild_prompts(turns)
     ends = [[*prompt, *turn.generation_token_ids] for prompt, turn in zip(prompts, turns, strict=True)]
-    found = []
+    breaks = []
     for turn in turns[1:]:
         if turn.parent == turn.turn - 1:
             continue
@@ -138,8 +138,8 @@ def token_breaks(turns: Sequence[Turn], decode: Decode | None = None) -> list[To
         start = max(0, position - SHOWN // 2)
         sides = seen[start : position + SHOWN], prompt[start : position + SHOWN]
         texts = None if decode is None else (decode(sides[0]), decode(sides[1]))
-        found.append(TokenBreak(turn.turn, before, position, *sides, cause, texts))
-    return found
+        breaks.append(TokenBreak(turn.turn, before, position, *sides, cause, texts))
+    return breaks
 
 
 def _cause(
@@ -152,10 +152,10 @@ def _cause(
     missing = [begin for begin, end in generated if not _holds(prompt, seen[max(0, begin - HEADER) : end])]
     if position < generated[0][0] and len(missing) == len(generated):
         return Cause.NEW_CONVERSATION
-    there = prompt[position : position + ANCHOR]
+    window = prompt[position : position + ANCHOR]
     if (
-        there
-        and not _holds(seen, there)
+        window
+        and not _holds(seen, window)
         and any(position < begin and _gone(prompt, seen[begin:end]) for begin, end in generated)
     ):
         return Cause.COMPACTED_HISTORY
@@ -174,8 +174,8 @@ def _cause(
 
 
 def _merged(position: int, seen: list[int], prompt: list[int], lost: int, new: int, decode: Decode | None) -> bool:
-    """Whether other tokens say the same text. Where nothing agrees after the difference, the prompt's text has to continue that
-    of the tokens so far: the last of them merged with what was added."""
+    """Return whether other tokens spell the same text. If nothing agrees after the difference, the prompt's text must
+    continue the text of the tokens so far: the last of them merged with the added text."""
     if decode is None:
         return 0 < lost - position <= ANCHOR and (0 < new - position <= ANCHOR or lost == len(seen))
     if lost == len(seen):
@@ -193,8 +193,8 @@ def _differing(seen: list[int], prompt: list[int], position: int) -> tuple[int, 
         if len(rest) == ANCHOR:
             if rest in first:
                 return place, first[rest]
-        elif (there := _place(prompt, list(rest), position)) is not None:
-            return place, there
+        elif (match := _place(prompt, list(rest), position)) is not None:
+            return place, match
     return len(seen), len(prompt)
 
 
@@ -218,10 +218,10 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _gone(tokens: list[int], answer: list[int]) -> bool:
-    """Whether nothing as long as `ANCHOR` of an answer is left."""
-    there = {tuple(tokens[place : place + ANCHOR]) for place in range(len(tokens) - ANCHOR + 1)}
+    """Return whether no part of an answer as long as `ANCHOR` is left."""
+    windows = {tuple(tokens[place : place + ANCHOR]) for place in range(len(tokens) - ANCHOR + 1)}
     pieces = range(max(1, len(answer) - ANCHOR + 1))
-    return not any(tuple(answer[place : place + ANCHOR]) in there for place in pieces) and not _holds(tokens, answer)
+    return not any(tuple(answer[place : place + ANCHOR]) in windows for place in pieces) and not _holds(tokens, answer)
 
 
 def _holds(tokens: list[int], part: list[int]) -> bool:
@@ -229,7 +229,7 @@ def _holds(tokens: list[int], part: list[int]) -> bool:
 
 
 def _place(tokens: list[int], part: list[int], start: int) -> int | None:
-    """Where `part` begins in `tokens`, from `start` on."""
+    """Return the position of `part` in `tokens`, from `start` on."""
     for place in range(start, len(tokens) - len(part) + 1):
         if tokens[place] == part[0] and tokens[place : place + len(part)] == part:
             return place

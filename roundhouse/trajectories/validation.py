@@ -1,9 +1,9 @@
-"""The gate between collection and training: every token that is trained on has been proved to be what the engine saw.
+"""The gate between collection and training: every trained token is proved to be the engine's.
 
-Invariants: a rollout is either turned into sequences or refused with a reason and evidence, never both and never silently
-dropped; whatever was refused, failed or masked is not seen by the group statistics; the ledger balances.
+Invariants: a rollout becomes sequences or is refused with a reason and evidence, never both, and is never dropped
+silently. Group statistics ignore refused, failed and masked rollouts. The ledger balances.
 
-The proofs, in order; the first that does not hold gives the reason:
+The proofs, in order; the first that fails gives the reason:
 
     unique ids · a reward or a failure, not both                  `prove_failure`
     reward, components, status, sample, times                     `prove_outcome`
@@ -11,37 +11,21 @@ The proofs, in order; the first that does not hold gives the reason:
     stored parts rebuild the prompts (length, digest, order)      `prove_prompts`
     log-probabilities, vocabulary, policy version, limits         `prove_turn`, `prove_measured`
     each prompt continues a call or forks (else `on_break`)       `token_breaks`, `schemas.chains_of`
-    messages are what the tokens say                              a `TextProof`, where one is given
+    messages equal the decoded tokens                             a `TextProof`, if one is given
     no copies, no seed twice, one task a group                    `batch_refusals`
     mask and log-probabilities of the finished table              `schemas.misaligned`
 
-That the log-probabilities are those of the recorded weights is proved where they are computed anyway, in the train stage
-(`roundhouse.stages.validate`).
-
-Each proof either holds or raises a `Refusal` with a reason and the evidence. A proof of one rollout reads only what the rollout
-itself records and the terms it was collected under, so it says the same in every batch; and no rollout that our own engines and
-loops can produce is refused. Where a rule could hit an honest rollout (a policy so certain that every log-probability of a
-short answer is 0), it waits for `CERTAIN_TOKENS` tokens.
-
-Cost: lists are read by the built-ins that loop in C (`min`, `max`, `sum`); prompts are hashed once, also over many turns.
-
-`batch_refusals` proves what one row alone cannot show. Of rollouts that are the same work twice, the first in the given order
-is kept and the others are refused; whatever else agrees by chance (a certain policy says the same words with the same
-log-probabilities) is legal. So:
-
-* a duplicate is detected by its timestamps: equal turns, and equal start and duration, which two measurements never share;
-* one seed twice in a group is one draw twice, whatever the texts;
-* members of a group are samples of one task: those whose task row or environment is not that of the most are refused, and
-  all of them when there is no most.
-
-Seed 0 means "not recorded": the rollout was imported, where rows of one task may carry fields of each rollout. The last
-two rules pass over it.
+The train stage proves the log-probabilities against the recorded weights, because it computes them anyway
+(`roundhouse.stages.validate`). An unexpected error in a proof is a refusal too (`malformed`), so no stored rollout can
+stop a run. A proof of one rollout reads only its record and its collection's terms, so the result does not depend on
+the batch. Rollouts of our own engines and loops are never refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from array import array
 from collections import Counter
@@ -56,7 +40,13 @@ import pyarrow.compute as pc
 from roundhouse.config.models import ValidationConfig
 from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status, Turn
 from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, misaligned, sequences_table
+from roundhouse.trajectories.storable import storable_text
 from roundhouse.trajectories.token_breaks import Decode, TokenBreak, token_breaks
+
+log = logging.getLogger(__name__)
+
+MOST_EVIDENCE = 500
+"""Characters of an unforeseen error in the evidence."""
 
 Accepted = dict[str, tuple[Rollout, list[Chain]]]
 Refused = dict[str, tuple[Rollout, Refusal]]
@@ -70,9 +60,9 @@ class Validated:
     quarantine: pa.Table
     ledger: Ledger
     reasons: dict[str, int] = field(default_factory=dict)
-    """How many rollouts were kept from training, by reason."""
+    """Number of rollouts excluded from training, by reason."""
     text_proved: int = 0
-    """Rollouts whose messages were held against their tokens."""
+    """Number of rollouts whose messages were compared with their tokens."""
     breaks: dict[str, list[TokenBreak]] = field(default_factory=dict)
     """By rollout id, whatever `on_break` made of them."""
     forks: dict[str, list[TokenBreak]] = field(default_factory=dict)
@@ -94,14 +84,14 @@ def validate(
     """Turn rollouts into training sequences and a quarantine.
 
     Args:
-        rollouts: all of an iteration, failed ones included.
+        rollouts: all of an iteration, including failed ones.
         vocabulary_size: IDs must lie in [0, vocabulary_size).
         policy_version: the version that the iteration was collected with.
-        left_out: groups that dynamic sampling put aside, each with the reason; their rollouts are omitted.
-        terms: more of what is known about the collection; its vocabulary and version are those given here.
-        recorded: what the `rollouts` dataset says of the turns of each; where it lacks one, turns are not counted.
-        text: without it, no messages are held against tokens.
-        decode: tokens to text, for the report of a break; called only where there is one.
+        left_out: groups that dynamic sampling omitted, each with the reason; their rollouts are omitted.
+        terms: further facts about the collection; its vocabulary and version are replaced by those given here.
+        recorded: recorded turn counts of each rollout of the `rollouts` dataset; turns of missing ones are not counted.
+        text: without it, messages are not compared with tokens.
+        decode: tokens to text, for the report of a break; called only for a break.
     """
     if terms is None:
         terms = CollectionLimits(vocabulary_size, policy_version)
@@ -128,10 +118,10 @@ def validate(
 
 
 def _prove(rollout: Rollout, terms: CollectionLimits, recorded: Recorded | None) -> None:
-    """What one rollout can be held against by itself.
+    """Run all proofs of one rollout.
 
     Raises:
-        Refusal: a proof does not hold.
+        Refusal: a proof fails.
     """
     if rollout.status is Status.MASKED:
         raise Refusal("masked_by_environment", "the environment asked not to train on this rollout")
@@ -159,12 +149,17 @@ class _Batch:
 
     @contextmanager
     def judging(self, rollout: Rollout) -> Iterator[None]:
-        """A Refusal raised inside puts the rollout into quarantine."""
+        """An error raised inside puts the rollout into quarantine; another one than a Refusal as `malformed`."""
         try:
             yield
-        except Refusal as refusal:
-            self.refused[rollout.rollout_id] = (rollout, refusal)
-            self.accepted.pop(rollout.rollout_id, None)
+            return
+        except Refusal as error:
+            refusal = error
+        except Exception as error:  # judging this rollout ends here, not the iteration
+            log.warning("Rollout %s cannot be judged", rollout.rollout_id, exc_info=True)
+            refusal = Refusal("malformed", f"{type(error).__name__}: {error}"[:MOST_EVIDENCE])
+        self.refused[rollout.rollout_id] = (rollout, refusal)
+        self.accepted.pop(rollout.rollout_id, None)
 
     def prove_unique(self, rollout: Rollout) -> None:
         if rollout.rollout_id in self._seen:
@@ -180,8 +175,8 @@ class _Batch:
             Refusal: see `schemas.chains_of`; `not_contiguous` for a break under `reject`.
         """
         departures = token_breaks(rollout.turns, decode)
-        for kind, found in ((self.forks, True), (self.breaks, False)):
-            if chosen := [each for each in departures if each.cause.is_fork is found]:
+        for kind, is_fork in ((self.forks, True), (self.breaks, False)):
+            if chosen := [each for each in departures if each.cause.is_fork is is_fork]:
                 kind[rollout.rollout_id] = chosen
         breaks, turns = self.breaks.get(rollout.rollout_id), rollout.turns
         if breaks and on_break == "reject":
@@ -246,7 +241,7 @@ def quarantine_table(refused: Iterable[tuple[Rollout, Refusal]]) -> pa.Table:
             "group_id": rollout.group_id,
             "outcome": refusal.outcome.value,
             "reason": refusal.reason,
-            "evidence": refusal.evidence,
+            "evidence": storable_text(refusal.evidence),
             "turn": refusal.turn,
         }
         for rollout, refusal in refused
@@ -257,8 +252,11 @@ def quarantine_table(refused: Iterable[tuple[Rollout, Refusal]]) -> pa.Table:
 LOG_PROB_SLACK = 1e-4
 """A log-probability may exceed 0 by this much: float32 rounding of a certain token."""
 
+LOWEST_LOG_PROB = -1000.0
+"""No sampler draws a token below it: exp(-745) is the smallest positive float64. Engines report -9999 for minus infinity."""
+
 CERTAIN_TOKENS = 16
-"""Log-probabilities that are all equal are no measurement when there are at least so many of them."""
+"""Smallest number of equal log-probabilities that shows they were not measured."""
 
 COMPONENT_TOLERANCE = 1e-5
 """Relative, of the sum of reward components against the reward, which may be added up in another order."""
@@ -271,7 +269,7 @@ TURN_FINISHES = frozenset({"stop", "tool_calls", "length"})
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What the `rollouts` dataset says of a rollout's turns, which lie in a dataset of their own."""
+    """Turn counts of a rollout in the `rollouts` dataset; the turns are in another dataset."""
 
     turns: int
     generated_tokens: int
@@ -280,7 +278,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class CollectionLimits:
-    """What a batch was collected under."""
+    """Limits and terms of a batch's collection."""
 
     vocabulary_size: int
     """IDs lie in [0, vocabulary_size)."""
@@ -295,13 +293,15 @@ class CollectionLimits:
     max_new_tokens: int | None = None
     """Tokens of one model call at most. None: not known, as with agents that set their own limits; `max_turns` alike."""
     max_turns: int | None = None
+    reward_limit: float = 1e6
+    """Rewards are at most so large in size."""
     written: bool = False
-    """The conversations were written, not sampled: no log-probability is on record, and each is a group of its own."""
+    """Whether the conversations were written, not sampled: log-probabilities are missing, and each row is a group."""
     environments: Mapping[str, CollectionLimits] = field(default_factory=dict)
-    """Those that hold instead for the rollouts of some environments of a mixture."""
+    """Limits for the rollouts of some environments of a mixture, in place of these."""
 
     def samples_of(self, rollout: Rollout) -> int | None:
-        """Of the group of this rollout."""
+        """Return the number of samples of this rollout's group."""
         return self.group_size if rollout.branched_from is None else self.branches
 
 
@@ -326,7 +326,7 @@ def prove_failure(rollout: Rollout) -> None:
     if not rollout.status.rewarded and rollout.reward is not None:
         evidence = f"status {rollout.status.value} with reward {rollout.reward}"
         raise Refusal("reward_of_failure", evidence, outcome=rollout.status)
-    if rollout.status in (Status.COMPLETED, Status.TRUNCATED) and (rollout.failure_kind or rollout.failure_code):
+    if rollout.status.counted and (rollout.failure_kind or rollout.failure_code):
         marks = rollout.failure_code or rollout.failure_kind
         raise Refusal("reward_of_failure", f"status {rollout.status.value} with failure {marks}")
 
@@ -335,6 +335,9 @@ def prove_outcome(rollout: Rollout, terms: CollectionLimits) -> None:
     """Reward, status, sample number and times make sense."""
     if rollout.reward is None or not math.isfinite(rollout.reward):
         raise Refusal("reward", f"reward is {rollout.reward}")
+    for name, part in {"reward": rollout.reward, **rollout.reward_components}.items():
+        if not abs(part) <= terms.reward_limit:
+            raise Refusal("reward", f"{name} is {part:g}, rollout.reward_limit is {terms.reward_limit:g}")
     if rollout.reward_components:
         total = math.fsum(rollout.reward_components.values())
         if not math.isclose(total, rollout.reward, rel_tol=COMPONENT_TOLERANCE, abs_tol=1e-8):
@@ -358,9 +361,9 @@ def prove_counts(rollout: Rollout, recorded: Recorded | None, terms: CollectionL
         raise Refusal("no_turns", "the rollout has no model call")
     if recorded is not None:
         total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in turns)
-        found = Recorded(len(turns), rollout.generated_tokens, total)
-        if found != recorded:
-            raise Refusal("turn_count", f"found {found}, written down {recorded}")
+        actual = Recorded(len(turns), rollout.generated_tokens, total)
+        if actual != recorded:
+            raise Refusal("turn_count", f"found {actual}, written down {recorded}")
     if terms.max_turns is None:
         return
     if len(turns) > terms.max_turns:
@@ -402,17 +405,23 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
         raise Refusal("empty_generation", "no token was generated", turn.turn)
     if len(log_probs) != (0 if terms.written else len(tokens)):
         raise Refusal("log_prob_count", f"{len(tokens)} tokens, {len(log_probs)} log-probabilities", turn.turn)
-    if max(log_probs, default=0.0) > LOG_PROB_SLACK or not math.isfinite(sum(log_probs)):
+    # NaN hides from min and max, and not from a sum of bounded numbers
+    if (
+        max(log_probs, default=0.0) > LOG_PROB_SLACK
+        or min(log_probs, default=0.0) < LOWEST_LOG_PROB
+        or math.isnan(sum(log_probs))
+    ):
         place, value = next(
-            (place, value) for place, value in enumerate(log_probs) if not -math.inf < value <= LOG_PROB_SLACK
+            (place, value) for place, value in enumerate(log_probs) if not LOWEST_LOG_PROB <= value <= LOG_PROB_SLACK
         )
-        raise Refusal("log_prob_value", f"log-probability {value} at generated token {place}", turn.turn)
+        evidence = f"log-probability {value} at generated token {place}, which no sampled token can have"
+        raise Refusal("log_prob_value", evidence, turn.turn)
     lowest = min(min(tokens), min(turn.prompt_token_ids, default=0))
     highest = max(max(tokens), max(turn.prompt_token_ids, default=0))
     if lowest < 0 or highest >= terms.vocabulary_size:
         token = lowest if lowest < 0 else highest
         raise Refusal("vocabulary", f"token {token} is outside [0, {terms.vocabulary_size})", turn.turn)
-    # what the loss skips may be of any version: the recorded turns before a branch
+    # turns outside the loss may have any version: the recorded turns before a branch
     if turn.trained and not 0 <= terms.policy_version - turn.policy_version <= terms.max_age:
         older = f" or {terms.max_age} before it" if terms.max_age else ""
         evidence = f"answered by version {turn.policy_version}, not {terms.policy_version}{older}"
@@ -425,8 +434,9 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
         if min(counts, default=0) < 1 or sum(counts) != generated or oldest != turn.policy_version:
             detail = f"{list(spans)} over {generated} tokens, answered by version {turn.policy_version}"
             raise Refusal("version_spans", detail, turn.turn)
-    if turn.reward is not None and not math.isfinite(turn.reward):
-        raise Refusal("reward", f"the turn's reward is {turn.reward}", turn.turn)
+    if turn.reward is not None and not abs(turn.reward) <= terms.reward_limit:
+        evidence = f"the turn's reward is {turn.reward}, rollout.reward_limit is {terms.reward_limit:g}"
+        raise Refusal("reward", evidence, turn.turn)
     if turn.finish_reason not in TURN_FINISHES:
         raise Refusal("finish_reason", f"a model call ended with {turn.finish_reason!r}", turn.turn)
     if terms.max_new_tokens is not None and len(tokens) > terms.max_new_tokens:
@@ -434,10 +444,10 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
 
 
 def prove_measured(turns: Sequence[Turn]) -> None:
-    """The log-probabilities are measurements: not one number for every token.
+    """Prove that the log-probabilities are measurements: not one number for every token.
 
-    All exactly 0 means certain everywhere, which has no gradient either, or an engine that did not report them. Only for
-    rollouts of at least `CERTAIN_TOKENS` generated tokens.
+    All exactly 0 means certainty everywhere, which has no gradient either, or an engine that did not report them. Only
+    for rollouts of at least `CERTAIN_TOKENS` generated tokens.
     """
     count = sum(len(turn.generation_log_probs) for turn in turns)
     first = turns[0].generation_log_probs[0]

@@ -1,15 +1,16 @@
-"""Contents of the store (runs, iterations, stages), and the part that is viewed (a scope and its filters).
+"""Contents of the store (runs, iterations, stages), and the viewed part (a scope and its filters).
 
-Invariant: what is complete never changes, so it is read once; what is not is looked at again, at most every few seconds.
+Invariant: complete stages never change, so they are read once; others are read again, at most every few seconds.
 
-A scope is the rollouts of one stage of one iteration, or of all iterations of a run. A collected dataset takes the place of a
-run in the menu, and its versions that of iterations. Invariant: what a person types is a parameter of a statement, never part
-of its text.
+A scope is the rollouts of one stage of one iteration, or of all iterations of a run. In the menu, a collected dataset
+is like a run, and its versions like iterations. Invariant: user input is a parameter of a statement, never part of its
+text.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
@@ -21,13 +22,21 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from roundhouse.errors import RoundhouseError, StoreError
-from roundhouse.query.parts import READERS, StageFiles, read_manifest_at, stages_in
+from roundhouse.health.heartbeat import read_beat, state_of
+from roundhouse.sql.parts import READERS, StageFiles, read_manifest_at, stages_in
+from roundhouse.store.lineage import read_identity
 from roundhouse.store.location import Location, NotFound, is_name
+from roundhouse.store.run import load_run
 from roundhouse.store.stage import MANIFEST, Manifest, StageKind, current_names, model_location
 
 FRESH_SECONDS = 3.0
 """An unfinished stage is listed again after this time."""
 CURVE_STAGES = (StageKind.COLLECT, StageKind.TRAIN, StageKind.EVALUATE, StageKind.REPORT)
+
+ITERATION_STAGES = (StageKind.REFIT, StageKind.COLLECT, StageKind.VALIDATE, StageKind.TRAIN, StageKind.REPORT)
+"""Stages of an iteration that follow one another, apart from its checkpoint and evaluation."""
+
+log = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -45,20 +54,23 @@ class Catalog:
         return self._names("runs")
 
     def runs(self) -> list[dict[str, Any]]:
-        """All runs, newest first, and behind them the datasets."""
+        """Return all runs, newest first, followed by the datasets."""
         with ThreadPoolExecutor(READERS) as pool:
-            found = [identity for identity in pool.map(self._identity, self.run_ids()) if identity is not None]
-        return [*sorted(found, key=lambda run: -run["created_at"]), *({"run_id": name} for name in self.datasets())]
+            identities = [identity for identity in pool.map(self._identity, self.run_ids()) if identity is not None]
+        return [
+            *sorted(identities, key=lambda run: -run["created_at"]),
+            *({"run_id": name} for name in self.datasets()),
+        ]
 
     def datasets(self) -> list[str]:
         """`datasets/<name>` of each."""
         return [f"{PREFIX}{name}" for name in self._names("datasets")]
 
     def versions(self, dataset: str) -> dict[int, str]:
-        """The versions of `datasets/<name>` by their numbers.
+        """Return the versions of `datasets/<name>` by number.
 
         Raises:
-            Missing: there is no such dataset.
+            Missing: the dataset does not exist.
         """
         if dataset not in (known := self.datasets()):
             raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
@@ -66,7 +78,7 @@ class Catalog:
         return numbered(self._names(dataset), lambda label: self._has_rollouts(place / label))
 
     def _names(self, directory: str) -> list[str]:
-        """What lies there, but for what a person put there under a name that no store has."""
+        """Return the names in a directory, without those that are not valid in a store."""
         return [name for name in (self.root / directory).names() if is_name(name)]
 
     def _has_rollouts(self, version: Location) -> bool:
@@ -75,10 +87,10 @@ class Catalog:
         return version.uri in self._with_rollouts
 
     def iterations(self, run_id: str) -> list[int]:
-        """Numbers of the run's iterations, complete or not.
+        """Return the numbers of the run's iterations, complete or not.
 
         Raises:
-            Missing: there is no such run.
+            Missing: the run does not exist.
         """
         if is_dataset(run_id):
             return list(self.versions(run_id))
@@ -87,8 +99,40 @@ class Catalog:
             raise Missing(f"No run {run_id!r} in {self.root.uri}. Runs there: {', '.join(known) or 'none'}.")
         return sorted(int(name) for name in (self.root / f"runs/{run_id}/iterations").names() if name.isdecimal())
 
+    def newest_with_rollouts(self, run_id: str) -> int | None:
+        """Return the newest iteration with rollouts, else the newest at all; None without iterations."""
+        numbers = self.iterations(run_id)
+        if is_dataset(run_id):
+            return numbers[-1] if numbers else None
+        place = self.root / f"runs/{run_id}/iterations"
+        for number in reversed([number for number in numbers if number]):
+            if any(name.startswith("rollouts-") for name in (place / f"{number:06d}/collect").names()):
+                return number
+        return numbers[-1] if numbers else None
+
+    def ended(self, run_id: str) -> dict[str, Any] | None:
+        """Return how long ago, and in which stage, a run failed, stopped or crashed; None for other states."""
+        if is_dataset(run_id):
+            return None
+        try:
+            run = load_run(self.root.uri, run_id)
+            state, beat = state_of(run), read_beat(run.location)
+        except RoundhouseError as error:
+            log.warning("run %s: its state is not known: %s", run_id, error)
+            return None
+        if beat is None or state not in ("failed", "stopped", "crashed"):
+            return None
+        newest = max(self.iterations(run_id), default=0)
+        open_stages = [
+            stage
+            for stage in ITERATION_STAGES
+            if self.manifest(f"{self.root.uri}/runs/{run_id}/iterations/{newest:06d}/{stage}") is None
+        ]
+        place = {"stage": open_stages[0], "iteration": newest} if newest and open_stages else {}
+        return {"state": state, "seconds": max(0.0, time.time() - beat.written_at)} | place
+
     def stages(self, scope: Scope) -> list[StageFiles]:
-        """The scope's stages with their manifests; of an iteration also those that are not complete, or not begun."""
+        """Return the scope's stages with their manifests; for an iteration also incomplete and future ones."""
         with self._lock:
             listed = self._listed.get(scope)
         if listed is not None:
@@ -108,7 +152,7 @@ class Catalog:
         return known
 
     def curve(self, run_id: str) -> list[dict[str, Any]]:
-        """What the manifests of each iteration say, for the line over all of them; `cost` is of the run up to the iteration."""
+        """Return figures of each iteration's manifests for the chart; `cost` is the run's up to the iteration."""
         if is_dataset(run_id):
             versions: list[dict[str, Any]] = []
             for number, label in self.versions(run_id).items():
@@ -146,8 +190,8 @@ class Catalog:
         return list(rows.values())
 
     def replays(self, run_id: str) -> list[dict[str, Any]]:
-        """The replays of a run, newest first: name, request, and the comparison; None while a replay has none."""
-        found = []
+        """Return the replays of a run, newest first: name, request, and the comparison; None before a replay has one."""
+        result = []
         for name in self._names("replays"):
             place = self.root / f"replays/{name}"
             try:
@@ -160,10 +204,10 @@ class Catalog:
                 comparison = json.loads(place.read("comparison.json"))
             except NotFound:
                 comparison = None
-            found.append(
+            result.append(
                 {"name": name, "created_at": identity["created_at"], "request": request, "comparison": comparison}
             )
-        return sorted(found, key=lambda replay: -replay["created_at"])
+        return sorted(result, key=lambda replay: -replay["created_at"])
 
     def tokenizer_file(self, run_id: str) -> bytes | None:
         """tokenizer.json of the run's policy; None when no checkpoint has one. Of a dataset, the policy's that collected it."""
@@ -181,7 +225,7 @@ class Catalog:
 
     def _identity(self, run_id: str) -> dict[str, Any] | None:
         try:
-            identity = json.loads((self.root / f"runs/{run_id}").read("run.json"))
+            identity = read_identity(self.root / f"runs/{run_id}")
             return {
                 "run_id": run_id,
                 "created_at": identity["created_at"],
@@ -191,8 +235,9 @@ class Catalog:
             }
         except NotFound:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{self.root.uri}/runs/{run_id}/run.json is damaged: {error!r}") from error
+        except (StoreError, KeyError, TypeError) as error:
+            log.warning("run %s is left out: %s", run_id, error)
+            return None
 
     def _list(self, scope: Scope) -> list[StageFiles]:
         if is_dataset(scope.run_id):
@@ -202,28 +247,28 @@ class Catalog:
                     f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
                 )
             chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
-            found = []
+            stages = []
             for number, label in chosen.items():
                 place = self.root / f"{scope.run_id}/{label}"
                 files = tuple(place.names())
-                found.append(StageFiles(scope.run_id, number, "collect", place.uri, files, None, scope.run_id, label))
+                stages.append(StageFiles(scope.run_id, number, "collect", place.uri, files, None, scope.run_id, label))
         elif scope.iteration is None:
-            self.iterations(scope.run_id)  # or there is no such run
+            self.iterations(scope.run_id)  # or the run does not exist
             place = self.root / f"runs/{scope.run_id}"
             names = [f"{scope.run_id}/{name}" for name in place.tree()]
-            found = [stage for stage in stages_in(f"{self.root.uri}/runs", names) if stage.stage in scope.stages]
+            stages = [stage for stage in stages_in(f"{self.root.uri}/runs", names) if stage.stage in scope.stages]
         else:
-            if scope.iteration not in (there := self.iterations(scope.run_id)):
-                span = f"{there[0]} to {there[-1]}" if there else "none"
+            if scope.iteration not in (iterations := self.iterations(scope.run_id)):
+                span = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
                 raise Missing(f"Run {scope.run_id!r} has no iteration {scope.iteration}; there are: {span}.")
             directory = f"runs/{scope.run_id}/iterations/{scope.iteration:06d}"
-            found = []
+            stages = []
             for stage in scope.stages:
                 place = self.root / f"{directory}/{stage}"
-                found.append(StageFiles(scope.run_id, scope.iteration, stage, place.uri, tuple(place.names())))
+                stages.append(StageFiles(scope.run_id, scope.iteration, stage, place.uri, tuple(place.names())))
         with ThreadPoolExecutor(READERS) as pool:
-            manifests = pool.map(lambda each: self.manifest(each.uri) if MANIFEST in each.names else None, found)
-            return [replace(stage, manifest=manifest) for stage, manifest in zip(found, manifests, strict=True)]
+            manifests = pool.map(lambda each: self.manifest(each.uri) if MANIFEST in each.names else None, stages)
+            return [replace(stage, manifest=manifest) for stage, manifest in zip(stages, manifests, strict=True)]
 
 
 ROLLOUT_STAGES = ("collect", "evaluate")
@@ -231,11 +276,11 @@ ROLLOUT_STAGES = ("collect", "evaluate")
 
 
 class ViewError(RoundhouseError):
-    """A request that cannot be answered; the text says what there is instead."""
+    """A request that cannot be answered; the text lists valid choices."""
 
 
 class Missing(ViewError, StoreError):
-    """The store has no such run, dataset, version or iteration."""
+    """The run, dataset, version or iteration is not in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +294,7 @@ class Scope:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages whose datasets say something about these rollouts. A dataset is only collected."""
+        """Return the stages whose datasets concern these rollouts. A dataset has only a collection."""
         if is_dataset(self.run_id):
             return ("collect",)
         return ("collect", "validate", "train") if self.stage == "collect" else ("evaluate",)
@@ -278,7 +323,7 @@ class Scope:
 
 
 PREFIX = "datasets/"
-"""Of the name under which a dataset is listed among the runs; no run id has a slash."""
+"""Prefix of a dataset's name among the runs; run IDs have no slash."""
 LARGEST = 2**31 - 1
 
 _MOMENT = re.compile(r"(\d{8}T\d{6}Z)-v\d+")
@@ -293,22 +338,22 @@ def is_dataset(run_id: str) -> bool:
 
 
 def numbered(labels: Iterable[str], has_rollouts: Callable[[str], bool]) -> dict[int, str]:
-    """The versions by number, ascending.
+    """Return the versions by number, ascending.
 
-    Labels that people chose, as of imports, are asked for rollouts. Their numbers are made of the label alone: a version keeps
-    its number, and with it its address and what is cached of it, when others come.
+    Versions with free labels, such as imports, are checked for rollouts. Their numbers are derived from the label
+    alone, so a version keeps its number, address and cache entries when others appear.
     """
-    found: dict[int, str] = {}
+    by_number: dict[int, str] = {}
     for label in sorted(labels):
         number = _number(label)
         if number is None:
             if not has_rollouts(label):
                 continue
             number = zlib.crc32(label.encode()) % LARGEST
-        while number in found:  # as of two draws of one number beyond 100,000
+        while number in by_number:  # as of two draws of one number beyond 100,000
             number += 1
-        found[number] = label
-    return dict(sorted(found.items()))
+        by_number[number] = label
+    return dict(sorted(by_number.items()))
 
 
 def _number(label: str) -> int | None:
@@ -343,8 +388,8 @@ _LEARNING = {
     "(SELECT iteration, group_id FROM rollouts GROUP BY ALL HAVING max(abs(advantage)) = 0)",
     "refused": "reason IS NOT NULL",
 }
-"""What became of a rollout: it moved the policy; it could not, since its group's rewards were all the same (a collapsed
-group); or validation kept it from training."""
+"""Effect of a rollout: it moved the policy; it could not, because its group's rewards were equal (a collapsed group);
+or validation excluded it."""
 _RANGES = {"reward": "reward", "tokens": "generated_tokens", "turns": "turns"}
 LARGEST_PAGE = 500
 
@@ -373,19 +418,19 @@ class Filters:
         Raises:
             ViewError: a value cannot be understood.
         """
-        made: list[tuple[str, Sequence[Any]]] = []
+        conditions: list[tuple[str, Sequence[Any]]] = []
         for name, column in _EQUAL.items():
-            if wanted := parameters.get(name):
-                choices = [wanted] if name == "group" else wanted.split(",")
-                made.append((f"{column} IN ({', '.join('?' * len(choices))})", choices))
+            if choice := parameters.get(name):
+                choices = [choice] if name == "group" else choice.split(",")
+                conditions.append((f"{column} IN ({', '.join('?' * len(choices))})", choices))
         if learning := parameters.get("learning"):
             if learning not in _LEARNING:
                 raise ViewError(f"learning={learning!r} is none of {', '.join(_LEARNING)}.")
-            made.append((_LEARNING[learning], ()))
+            conditions.append((_LEARNING[learning], ()))
         for name, column in _RANGES.items():
             for end, sign in (("min", ">="), ("max", "<=")):
                 if text := parameters.get(f"{name}_{end}"):
-                    made.append((f"{column} {sign} ?", [_limit_of(f"{name}_{end}", text)]))
+                    conditions.append((f"{column} {sign} ?", [_limit_of(f"{name}_{end}", text)]))
         sort = parameters.get("sort", "")
         by = sort.removeprefix("-")
         if by and by not in SORTS:
@@ -394,8 +439,8 @@ class Filters:
         if by:
             order = f"{by} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, {order}"
         return cls(
-            tuple(condition for condition, _ in made),
-            tuple(value for _, values in made for value in values),
+            tuple(condition for condition, _ in conditions),
+            tuple(value for _, values in conditions for value in values),
             parameters.get("q", "").strip(),
             order,
             int(_limit_of("offset", parameters.get("offset", "0"))),
@@ -404,7 +449,8 @@ class Filters:
 
 
 def spellings(text: str) -> list[str]:
-    """How a text may stand in the stored JSON: plain, as a JSON string, and as one inside a JSON string (tool arguments)."""
+    """Return the forms of a text in the stored JSON: plain, as a JSON string, and as one inside a JSON string (tool
+    arguments)."""
     once = json.dumps(text.lower(), ensure_ascii=False)[1:-1]
     return sorted({once, json.dumps(once, ensure_ascii=False)[1:-1]})
 

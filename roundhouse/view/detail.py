@@ -1,7 +1,7 @@
-"""One rollout, whole: conversation, verdict, tokens. Read from the files that hold it, and from no other.
+"""One whole rollout: conversation, verdict, tokens. Read only from the files that hold it.
 
-Invariant: what is shown of a token is what was recorded of it, or nothing. A channel (mask, log-probability, …) that a token
-has no value of is null there, and `missing` says for a whole rollout why a channel has none.
+Invariant: each shown value of a token is its recorded one. A channel (mask, log-probability, …) without a value for a
+token is null there, and `missing` gives the reason for a whole rollout.
 
     stream   tokens  What is 3+4? | I call … | 7 | The answer …        one stream a sequence; without sequences, one a chain
              mask    0000000000000 111111111  0   11111111111         of turns
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import re
 import threading
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from roundhouse.query.database import COLUMNS
-from roundhouse.query.parts import StageFiles, columns_found, dataset_of
+from roundhouse.sql.database import COLUMNS
+from roundhouse.sql.parts import StageFiles, columns_found, dataset_of
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS, SEQUENCES, TURNS
 from roundhouse.view.catalog import Catalog, Scope, ViewError
@@ -30,6 +31,8 @@ from roundhouse.view.index import Indexes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MOST_QUARANTINED = 2000
 """Rows of the quarantine that are shown."""
@@ -58,10 +61,11 @@ class Details:
         stages = {stage.stage: stage for stage in index.stages if stage.iteration == iteration}
         own = stages[scope.stage]
         [row] = _rows_of(own, "rollouts", ROLLOUTS, rollout_id, only=file)
-        # Collection writes the turns of a part of rollouts as a part of the same number. Where that is not so, all are read.
+        # Collection writes the turns of a part of rollouts as a part of the same number. Otherwise, all parts are
+        # read.
         match = _PART.search(file)
-        found = _rows_of(own, "turns", TURNS, rollout_id, only=f"turns-{match[1]}") if match else []
-        turns = sorted(found or _rows_of(own, "turns", TURNS, rollout_id), key=lambda turn: turn["turn"])
+        turn_rows = _rows_of(own, "turns", TURNS, rollout_id, only=f"turns-{match[1]}") if match else []
+        turns = sorted(turn_rows or _rows_of(own, "turns", TURNS, rollout_id), key=lambda turn: turn["turn"])
         sequences, columns, refused = _trained(stages, rollout_id)
         streams = streams_of(turns, sequences, columns)
         decoder = self.decoder(scope.run_id)
@@ -109,14 +113,20 @@ class Details:
         return [member | texts.get((member["iteration"], member["rollout_id"]), {}) for member in members]
 
     def quarantined(self, scope: Scope) -> list[dict[str, Any]]:
-        """What validation kept from training, with the evidence."""
+        """Return the rollouts that validation excluded, with the evidence."""
         stages = [stage for stage in self._indexes.at(scope).stages if stage.stage == StageKind.VALIDATE]
         names = ["iteration", *QUARANTINE.names]
         return dataset_of(stages, "quarantine", QUARANTINE).head(MOST_QUARANTINED, columns=names).to_pylist()
 
     def _load_decoder(self, run_id: str) -> Decoder | None:
         data = self._catalog.tokenizer_file(run_id)
-        return None if data is None else Decoder(data)
+        try:
+            return None if data is None else Decoder(data)
+        except Exception as error:  # noqa: BLE001 - a file of the store: the library raises errors of any type
+            logger.warning(
+                "The tokenizer of run %s cannot be read, so that its tokens are shown as IDs: %s", run_id, error
+            )
+            return None
 
 
 def _scan(stage: StageFiles, dataset: str, schema: pa.Schema, files: set[str | None] | None = None) -> ds.Dataset:
@@ -134,8 +144,8 @@ def _rows_of(
 ) -> list[dict[str, Any]]:
     scanned = _scan(stage, dataset, schema, None if only is None else {only})
     names = [name for name in scanned.schema.names if name not in ("run_id", "iteration", "stage", "complete")]
-    found = scanned.to_table(columns=names, filter=ds.field("rollout_id") == rollout_id)
-    return found.to_pylist(maps_as_pydicts="lossy")
+    table = scanned.to_table(columns=names, filter=ds.field("rollout_id") == rollout_id)
+    return table.to_pylist(maps_as_pydicts="lossy")
 
 
 def _trained(stages: dict[str, StageFiles], rollout_id: str) -> tuple[list[Any], list[Any], list[Any]]:
@@ -174,7 +184,7 @@ Row = dict[str, Any]
 
 
 def streams_of(turns: Sequence[Row], sequences: Sequence[Row], columns: Sequence[Row]) -> list[Stream]:
-    """The rollout's streams: its training sequences, or where it has none the chains of its turns.
+    """Return the rollout's streams: its training sequences, or without these the chains of its turns.
 
     Args:
         turns, sequences, columns: the rollout's rows of these datasets.
@@ -188,7 +198,7 @@ def streams_of(turns: Sequence[Row], sequences: Sequence[Row], columns: Sequence
 
 
 def chains_of(turns: Sequence[Row]) -> list[list[Row]]:
-    """Turns that continue one another; a branch begins a chain of its own, with the turns that it stems from."""
+    """Return chains of turns that continue one another; a branch starts a separate chain, with the turns before it."""
     by_number = {turn["turn"]: turn for turn in turns}
     parents = {turn["parent"] for turn in turns if turn["parent"] is not None}
     chains = []
@@ -208,13 +218,13 @@ def _chain_stream(chain: Sequence[Row]) -> Stream:
     generated: list[int] = []
     versions: list[int | None] = []
     for turn in chain:
-        new, said = turn["prompt_token_ids"] or [], turn["generation_token_ids"] or []
-        ids += [*new, *said]
-        recorded = list(turn["generation_log_probs"] or [])[: len(said)]
-        log_probs += [*[None] * len(new), *recorded, *[None] * (len(said) - len(recorded))]
-        turn_of += [turn["turn"]] * (len(new) + len(said))
-        generated += [*[0] * len(new), *[1] * len(said)]
-        versions += [*[None] * len(new), *[turn["policy_version"]] * len(said)]
+        new, reply_tokens = turn["prompt_token_ids"] or [], turn["generation_token_ids"] or []
+        ids += [*new, *reply_tokens]
+        recorded = list(turn["generation_log_probs"] or [])[: len(reply_tokens)]
+        log_probs += [*[None] * len(new), *recorded, *[None] * (len(reply_tokens) - len(recorded))]
+        turn_of += [turn["turn"]] * (len(new) + len(reply_tokens))
+        generated += [*[0] * len(new), *[1] * len(reply_tokens)]
+        versions += [*[None] * len(new), *[turn["policy_version"]] * len(reply_tokens)]
     return {
         "sequence_id": None,
         "ids": ids,
@@ -259,23 +269,23 @@ def _sequence_stream(sequence: Row, columns: Row | None, chains: Sequence[Stream
 def missing(
     stage: str, complete: dict[str, bool], iteration: int, refused: Row | None, streams: Sequence[Stream]
 ) -> dict[str, str]:
-    """Why each channel that has no value has none, by its name; pure.
+    """Return the reason for each channel without values, by name; pure.
 
     Args:
-        stage: collect, evaluate, or `dataset` of what was collected outside a run.
+        stage: collect, evaluate, or `dataset` for a collection outside a run.
         complete: whether the stages of the iteration are complete, by name.
         refused: the rollout's quarantine row.
     """
     if not streams or not any(stream["ids"] for stream in streams):
         return dict.fromkeys(("mask", "logprob", "version", "advantage", "ratio"), "The rollout has no tokens.")
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if all(stream["mask"] is None for stream in streams):
-        found["mask"] = _no_mask(stage, complete, iteration, refused)
+        reasons["mask"] = _no_mask(stage, complete, iteration, refused)
     if all(stream["advantage"] is None for stream in streams):
-        found["advantage"] = _no_columns("advantages", stage, complete, iteration, refused)
+        reasons["advantage"] = _no_columns("advantages", stage, complete, iteration, refused)
     if all(stream["trainer_logprob"] is None for stream in streams):
-        found["ratio"] = _no_columns("log-probabilities of the trainer", stage, complete, iteration, refused)
-    return found
+        reasons["ratio"] = _no_columns("log-probabilities of the trainer", stage, complete, iteration, refused)
+    return reasons
 
 
 def _no_mask(stage: str, complete: dict[str, bool], iteration: int, refused: Row | None) -> str:
@@ -300,7 +310,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoder:
-    """A vocabulary, with what was decoded before."""
+    """A vocabulary with a cache of decoded tokens."""
 
     def __init__(self, tokenizer_file: bytes) -> None:
         from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
-"""The rows of a scope without their texts and tokens, in memory: what a table of rollouts shows, filters and sorts by.
+"""The rows of a scope without their texts and tokens, in memory, for the table of rollouts, its filters and sorting.
 
-Invariant: it holds a few dozen bytes a rollout, whatever the rollout said. The position of each row is part of it, so that the
-text of one rollout is read from one file.
+Invariant: a rollout takes a few dozen bytes, whatever its size. Each row includes its position, so that the text of one
+rollout is read from one file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from roundhouse.query.database import COLUMNS
-from roundhouse.query.parts import StageFiles, dataset_of
+from roundhouse.sql.database import COLUMNS
+from roundhouse.sql.parts import StageFiles, dataset_of
 from roundhouse.store.stage import StageKind
 from roundhouse.trajectories.schemas import QUARANTINE, ROLLOUTS
 from roundhouse.view.catalog import Catalog, Filters, Scope, spellings
@@ -39,6 +39,8 @@ LEFT JOIN refused q USING (iteration, rollout_id)
 LEFT JOIN (SELECT iteration, rollout_id, first(advantage) AS advantage FROM trained GROUP BY ALL) c
        USING (iteration, rollout_id)
 """
+_MEAN_REWARD = "avg(reward) FILTER (status IN ('completed', 'truncated'))"
+"""The reward of a masked rollout does not count."""
 _SHOWN = """iteration, rollout_id, group_id, sample, environment, status, attempt, reward, advantage, finish_reason,
 failure_kind, failure_code, policy_version, turns, generated_tokens, total_tokens, started_at, seconds, outcome, reason"""
 
@@ -48,7 +50,7 @@ class Index:
 
     def __init__(self, stages: Sequence[StageFiles], stage: str) -> None:
         self.stages = list(stages)
-        self._rollouts = [found for found in stages if found.stage == stage]
+        self._rollouts = [stage_files for stage_files in stages if stage_files.stage == stage]
         self._database = duckdb.connect(":memory:", config={"enable_external_access": "false", "temp_directory": ""})
         self._searches: OrderedDict[str, str] = OrderedDict()
         self._names = itertools.count()
@@ -58,8 +60,8 @@ class Index:
         numbers = [files.setdefault(name, len(files)) for name in read.column("__filename").to_pylist()]
         self._files = list(files)
         read = read.drop(["__filename"]).append_column("part", pa.array(numbers, pa.int32()))
-        validated = [found for found in self.stages if found.stage == StageKind.VALIDATE]
-        trained = [found for found in self.stages if found.stage == StageKind.TRAIN]
+        validated = [stage_files for stage_files in self.stages if stage_files.stage == StageKind.VALIDATE]
+        trained = [stage_files for stage_files in self.stages if stage_files.stage == StageKind.TRAIN]
         tables = {
             "read": read,
             "refused": dataset_of(validated, "quarantine", QUARANTINE).to_table(
@@ -78,12 +80,12 @@ class Index:
     def page(self, filters: Filters) -> dict[str, Any]:
         """Matching rows from `offset` on, and how many match."""
         where, values = self._where(filters)
-        found = self._rows(
+        rows = self._rows(
             f"SELECT {_SHOWN} FROM rollouts WHERE {where} ORDER BY {filters.order} LIMIT ? OFFSET ?",
             [*values, filters.limit, filters.offset],
         )
         [counted] = self._rows(f"SELECT count(*) AS n FROM rollouts WHERE {where}", values)
-        return {"total": self.count, "matched": counted["n"], "offset": filters.offset, "rows": found}
+        return {"total": self.count, "matched": counted["n"], "offset": filters.offset, "rows": rows}
 
     @property
     def count(self) -> int:
@@ -92,15 +94,15 @@ class Index:
     def position(self, filters: Filters, iteration: int, rollout_id: str) -> int | None:
         """Position of a rollout among the matching rows."""
         where, values = self._where(filters)
-        found = self._rows(
+        rows = self._rows(
             f"""SELECT place FROM (SELECT iteration, rollout_id, row_number() OVER (ORDER BY {filters.order}) - 1 AS place
                 FROM rollouts WHERE {where}) WHERE iteration = ? AND rollout_id = ?""",
             [*values, iteration, rollout_id],
         )
-        return found[0]["place"] if found else None
+        return rows[0]["place"] if rows else None
 
     def facets(self, filters: Filters) -> dict[str, Any]:
-        """What there is to filter by, over all rows; and how the rewards of the matching ones are spread."""
+        """Return the filter values over all rows, and the distribution of the matching rows' rewards."""
         where, values = self._where(filters)
         counted = {
             name: self._rows(
@@ -109,7 +111,7 @@ class Index:
             for name in ("status", "environment", "reason", "failure_code")
         }
         [span] = self._rows(
-            """SELECT count(*) AS n, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
+            f"""SELECT count(*) AS n, {_MEAN_REWARD} AS reward, min(reward) AS low, max(reward) AS high,
                max(generated_tokens) AS tokens, max(turns) AS turns, max(seconds) AS seconds, max(abs(advantage)) AS advantage,
                count(DISTINCT (iteration, group_id)) AS groups FROM rollouts"""
         )
@@ -118,12 +120,12 @@ class Index:
         histogram: list[dict[str, Any]] = []
         if low is not None:
             width = (high - low) / bins or 1.0
-            found = self._rows(
+            rows = self._rows(
                 f"SELECT least(floor((reward - ?) / ?), ?)::INTEGER AS bin, count(*) AS n FROM rollouts "
                 f"WHERE reward IS NOT NULL AND {where} GROUP BY 1",
                 [low, width, bins - 1, *values],
             )
-            by_bin = {row["bin"]: row["n"] for row in found}
+            by_bin = {row["bin"]: row["n"] for row in rows}
             histogram = [
                 {"low": low + k * width, "high": low + (k + 1) * width, "n": by_bin.get(k, 0)}
                 for k in range(bins if high > low else 1)
@@ -133,8 +135,8 @@ class Index:
     def groups_compared(self) -> list[dict[str, Any]]:
         """Each task with its mean reward, over all samples in the scope."""
         return self._rows(
-            """SELECT regexp_replace(group_id, '#[0-9]+$', '') AS task, count(*) AS n, count(reward) AS rewarded,
-               avg(reward) AS reward, avg(generated_tokens) AS tokens FROM rollouts GROUP BY 1 ORDER BY 1"""
+            f"""SELECT regexp_replace(group_id, '#[0-9]+$', '') AS task, count(*) AS n, count(reward) AS rewarded,
+               {_MEAN_REWARD} AS reward, avg(generated_tokens) AS tokens FROM rollouts GROUP BY 1 ORDER BY 1"""
         )
 
     def members(self, task: str, *, exact: bool, iteration: int | None = None) -> list[dict[str, Any]]:
@@ -147,15 +149,15 @@ class Index:
         )
 
     def refused(self) -> list[dict[str, Any]]:
-        """How many rollouts each reason kept from training."""
+        """Count the rollouts excluded from training by reason."""
         return self._rows(
             "SELECT reason, outcome, count(*) AS n FROM rollouts WHERE reason IS NOT NULL GROUP BY 1, 2 ORDER BY n DESC"
         )
 
     def file_of(self, iteration: int, rollout_id: str) -> str | None:
         """The part that holds a rollout; None when it is not here."""
-        found = self._rows("SELECT part FROM rollouts WHERE iteration = ? AND rollout_id = ?", [iteration, rollout_id])
-        return self._files[found[0]["part"]] if found else None
+        rows = self._rows("SELECT part FROM rollouts WHERE iteration = ? AND rollout_id = ?", [iteration, rollout_id])
+        return self._files[rows[0]["part"]] if rows else None
 
     def _where(self, filters: Filters) -> tuple[str, list[Any]]:
         where, values = filters.where, list(filters.values)
@@ -166,7 +168,7 @@ class Index:
         return where, values
 
     def _search(self, text: str) -> str:
-        """The table of rollouts whose id, task or conversation holds the text. Read once for each text."""
+        """Return the table of rollouts whose ID, task or conversation contains the text. Read once for each text."""
         with self._lock:
             if (known := self._searches.get(text)) is not None:
                 self._searches.move_to_end(text)
@@ -192,9 +194,9 @@ class Index:
     def _rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         cursor = self._database.cursor()
         try:
-            found = cursor.execute(sql, list(values))
-            names = [column[0] for column in found.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+            result = cursor.execute(sql, list(values))
+            names = [column[0] for column in result.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
         finally:
             cursor.close()
 
@@ -209,22 +211,22 @@ class Indexes:
         self._lock = threading.Lock()
 
     def at(self, scope: Scope) -> Index:
-        """The scope's index, made anew when the store has more to say about it than before."""
+        """Return the scope's index, rebuilt if the store has new data."""
         stages = self.catalog.stages(scope)
         seen = tuple((stage.uri, stage.complete, () if stage.complete else stage.names) for stage in stages)
         with self._lock:
             own = self._locks.setdefault(scope, threading.Lock())
         with own:
             with self._lock:
-                kept = self._kept.get(scope)
-                if kept is not None:
+                index = self._kept.get(scope)
+                if index is not None:
                     self._kept.move_to_end(scope)
-            if kept is not None and kept[0] == seen:
-                return kept[1]
-            made = Index(stages, scope.stage)
+            if index is not None and index[0] == seen:
+                return index[1]
+            new_index = Index(stages, scope.stage)
             with self._lock:
-                self._kept[scope] = (seen, made)
+                self._kept[scope] = (seen, new_index)
                 self._kept.move_to_end(scope)
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
-            return made
+            return new_index

@@ -1,11 +1,11 @@
-"""The viewer over HTTP, for the person at this machine, and one iteration of it as one file (`export_page`).
+"""The viewer over HTTP, for the person at this machine, and an iteration as one file (`export_page`).
 
-Invariants: nothing can be written (only GET is answered); a page of another site can read nothing (`roundhouse.http.asgi`,
-nothing is shared across origins); and nothing that a rollout says can run (Content-Security-Policy allows our own files only,
-and those build the page from text nodes).
+Invariants: nothing can be written (only GET is answered). A page of another site cannot read anything
+(`roundhouse.http.asgi`; no sharing across origins). Text of a rollout cannot be executed (Content-Security-Policy
+allows only our own files, which build the page from text nodes).
 
-The same answers (`Answers`) fill an exported page: the viewer's own page with its data inside. It requests nothing. Its policy
-allows exactly the script and the style that are in it, by their digests, so that no text of a rollout can run there either.
+The same answers (`Answers`) fill an exported page: the viewer's page with its data inside. It makes no requests. Its
+policy allows exactly its script and its style, by their digests, so text of a rollout cannot be executed there either.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ Parameters = Mapping[str, str]
 ANSWERS = (
     "store", "run", "curve", "rollouts", "facets", "rollout", "group", "quarantine", "compare", "replays",
 )  # fmt: skip
-"""What can be asked for under /api, each a method of `Answers`."""
+"""Requests under /api, each a method of `Answers`."""
 
 
 class Answers:
@@ -169,7 +169,8 @@ class Answers:
         iterations = self.catalog.iterations(run_id)
         # A large vocabulary takes a moment to load: meanwhile the person looks at the table.
         threading.Thread(target=self.details.decoder, args=(run_id,), daemon=True).start()
-        return {"run_id": run_id, "iterations": iterations}
+        newest, ended = self.catalog.newest_with_rollouts(run_id), self.catalog.ended(run_id)
+        return {"run_id": run_id, "iterations": iterations, "newest": newest, "ended": ended}
 
     def curve(self, parameters: Parameters) -> list[dict[str, Any]]:
         return self.catalog.curve(Scope.of(parameters).run_id)
@@ -178,8 +179,8 @@ class Answers:
         scope, filters = Scope.of(parameters), Filters.of(parameters)
         index = self.indexes.at(scope)
         page = index.page(filters) | {"stages": stage_states(index)}
-        if wanted := parameters.get("find"):
-            page["position"] = index.position(filters, _number(parameters, "find_iteration"), wanted)
+        if text := parameters.get("find"):
+            page["position"] = index.position(filters, _number(parameters, "find_iteration"), text)
         return page
 
     def facets(self, parameters: Parameters) -> dict[str, Any]:
@@ -193,8 +194,8 @@ class Answers:
         group = parameters.get("of", "")
         exact = parameters.get("exact", "1") == "1"
         iteration = _number(parameters, "of_iteration") if "of_iteration" in parameters else None
-        found = self.details.group(Scope.of(parameters), group, exact=exact, iteration=iteration)
-        return {"group": group, "rollouts": found}
+        rollouts = self.details.group(Scope.of(parameters), group, exact=exact, iteration=iteration)
+        return {"group": group, "rollouts": rollouts}
 
     def quarantine(self, parameters: Parameters) -> dict[str, Any]:
         scope = Scope.of(parameters)
@@ -212,16 +213,16 @@ class Answers:
     def compare(self, parameters: Parameters) -> dict[str, Any]:
         """The tasks that two scopes share, with the mean reward in each."""
         sides = [Scope.of(parameters), Scope.of(parameters, "b_")]
-        found = [{row["task"]: row for row in self.indexes.at(side).groups_compared()} for side in sides]
+        rows = [{row["task"]: row for row in self.indexes.at(side).groups_compared()} for side in sides]
         shared = []
-        for task in found[0].keys() & found[1].keys():
-            a, b = found[0][task], found[1][task]
+        for task in rows[0].keys() & rows[1].keys():
+            a, b = rows[0][task], rows[1][task]
             delta = None if a["reward"] is None or b["reward"] is None else b["reward"] - a["reward"]
             shared.append({"task": task, "a": a, "b": b, "delta": delta})
         return {
             "tasks": sorted(shared, key=lambda row: (-abs(row["delta"] or 0.0), row["task"])),
-            "only_a": len(found[0].keys() - found[1].keys()),
-            "only_b": len(found[1].keys() - found[0].keys()),
+            "only_a": len(rows[0].keys() - rows[1].keys()),
+            "only_b": len(rows[1].keys() - rows[0].keys()),
         }
 
 
@@ -246,7 +247,7 @@ MODULES = (
     "dom", "state", "source", "table", "timeline", "filters", "conversation", "group", "tokens", "rollout", "quarantine",
     "compare", "replays", "app",
 )  # fmt: skip
-"""The page's scripts, each after those that it imports."""
+"""The page's scripts, each after its imports."""
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([a-z]+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|class|function) (\w+))", re.MULTILINE)
@@ -269,13 +270,13 @@ _PAGE = """<!doctype html>
 
 
 def export_page(store: str, scope: Scope, file: Path, largest: int) -> int:
-    """Write the page of an iteration; its size in bytes.
+    """Write the page of an iteration and return its size in bytes.
 
     Args:
-        largest: at most so many rollouts; of more, the first ones, whole groups in order.
+        largest: limit on rollouts; of more, the first ones are kept, whole groups in order.
 
     Raises:
-        ViewError: there is no such iteration, or no rollout in it.
+        ViewError: the iteration does not exist or has no rollouts.
     """
     page = render(exported(Answers(store), scope, largest))
     try:
@@ -302,8 +303,8 @@ def exported(answers: Answers, scope: Scope, largest: int) -> dict[str, Any]:
         for row in rows
     }
     texts = {
-        name: orjson.dumps([name, found["rollout"]["task"], found["rollout"]["messages"]]).decode().lower()
-        for name, found in details.items()
+        name: orjson.dumps([name, detail["rollout"]["task"], detail["rollout"]["messages"]]).decode().lower()
+        for name, detail in details.items()
     }
     runs = [run for run in answers.catalog.runs() if run["run_id"] == scope.run_id]
     return {
@@ -315,8 +316,8 @@ def exported(answers: Answers, scope: Scope, largest: int) -> dict[str, Any]:
             "rollouts": len(rows),
             "total": index.count,
         },
-        "store": {"store": "", "runs": runs},  # the page leaves this machine; where the store lies does not
-        "run": {"run_id": scope.run_id, "iterations": [scope.iteration]},
+        "store": {"store": "", "runs": runs},  # the page leaves this machine; the store's location does not
+        "run": {"run_id": scope.run_id, "iterations": [scope.iteration], "newest": scope.iteration, "ended": None},
         "stages": stage_states(index),
         "facets": answers.facets(parameters),
         "rows": rows,
@@ -341,14 +342,14 @@ def render(data: dict[str, Any]) -> bytes:
 
 
 def bundled(name: str, module: str) -> str:
-    """A module as a part of one script: a function that is called at once and gives what the module exports.
+    """Return a module as part of one script: a function that is called at once and returns the module's exports.
 
-    Example: `import { h } from "./dom.js"; export const x = h;` becomes `const $t = (() => { const { h } = $dom; const x = h;
-    return { x }; })();`
+    Example: `import { h } from "./dom.js"; export const x = h;` becomes `const $t = (() => { const { h } = $dom; const
+    x = h; return { x }; })();`
     """
-    given = ", ".join(match[2] for match in _EXPORT.finditer(module))
+    names = ", ".join(match[2] for match in _EXPORT.finditer(module))
     inner = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = $\2;", module))
-    return f"const ${name} = (() => {{\n{inner}\nreturn {{ {given} }};\n}})();"
+    return f"const ${name} = (() => {{\n{inner}\nreturn {{ {names} }};\n}})();"
 
 
 def _digest(text: str) -> str:

@@ -1,7 +1,7 @@
-"""From a checkpoint into the engine: weight transports, and the proof that replicas hold what was published.
+"""From a checkpoint into the engine: weight transports, and the proof that replicas hold the published weights.
 
-base.py               what a transport is; how a replica fetches weights; the transport by the checkpoint's own files
-delta.py, adapter.py, shared_memory.py, transfer.py      one transport each
-replica_state.py      what a replica is to hold, what it reports, and that all replicas hold the same
-cache.py, checkpoint_files.py, tensor_files.py      weights on a node
+base.py               the transport interface; how a replica fetches weights; the transport by the checkpoint's own
+files delta.py, adapter.py, shared_memory.py, transfer.py      one transport each replica_state.py      a replica's
+desired state, its report, and the agreement of all replicas cache.py, checkpoint_files.py, tensor_files.py      weights
+on a node
 """

@@ -1,8 +1,8 @@
-"""The transport `adapter`: an adapter (LoRA) travels alone, and is merged with its base on the node of the engine.
+"""The transport `adapter`: a LoRA adapter travels alone and is merged with its base on the engine's node.
 
-Invariant: what is written is W + (alpha / rank) · B · A for every adapted matrix, computed as the trainer computes what it
-publishes (`roundhouse.training.layers.merged`), and the base's own bytes elsewhere. The digest of the published checkpoint
-shows whether both came to the same bits; another processor may round otherwise.
+Invariant: the result is W + (alpha / rank) · B · A for every adapted matrix, computed as the trainer computes its
+published weights (`roundhouse.training.layers.merged`), and the base's bytes elsewhere. The digest of the published
+checkpoint shows whether both have the same bits; another processor may round differently.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AdapterTransport(WeightTransport):
         marks = [hashlib.sha256(data).hexdigest() for data in contents.values()]
 
         def fill(partial: Path) -> None:
-            base, held = fetch_checkpoint(source.base, request.cache)
+            base, entry = fetch_checkpoint(source.base, request.cache)
             try:
                 own = partial / "adapter"
                 own.mkdir()
@@ -87,8 +87,8 @@ class AdapterTransport(WeightTransport):
                     (own / name).unlink()
                 own.rmdir()
             finally:
-                if held is not None:
-                    held.release()
+                if entry is not None:
+                    entry.release()
 
         entry = request.cache.entry(entry_key("adapter", source.base, source.dtype, *marks), fill)
         return entry.path, entry
@@ -103,7 +103,7 @@ def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:
     import torch
 
     pairs, scaling = _read(adapter)
-    wanted = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         if (pair := pairs.pop(name, None)) is not None:
@@ -114,9 +114,9 @@ def merge(base: Path, adapter: Path, target: Path, dtype: str) -> None:
                     f"{tuple(weight.shape)}. It is of another model."
                 )
             weight = weight.to(low.dtype) + scaling * (high @ low)
-        return weight.to(wanted) if weight.is_floating_point() else weight
+        return weight.to(torch_dtype) if weight.is_floating_point() else weight
 
-    rewrite(weight_files(base), target, change, wanted)
+    rewrite(weight_files(base), target, change, torch_dtype)
     if pairs:
         raise DataError(f"The adapter {adapter} is for {min(pairs)}, which {base} has not. It is of another model.")
     copy_side_files(base, target)

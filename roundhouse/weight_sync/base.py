@@ -1,16 +1,16 @@
-"""How new weights get from a checkpoint into the engine's replicas: what a weight transport is.
+"""Weight transports: how new weights get from a checkpoint into the engine's replicas.
 
-Invariant: whatever the transport, what a replica loads has the digest that was published. The checkpoint is the truth and a
-transport a shortcut to the same tensors: where it is unavailable (a replica that has just started holds no base, shared memory
-is another node's, a delta was deleted or is damaged), the replica reads the checkpoint instead, and its note says why.
+Invariant: with every transport, a replica loads weights with the published digest. The checkpoint is authoritative and
+a transport is a shortcut to the same tensors. If it is unavailable (a new replica has no base, shared memory is on
+another node, a delta was deleted or is damaged), the replica reads the checkpoint, and its note has the reason.
 
     process that refits   publish(checkpoint, replicas) -> digest and WeightSource     as long as replicas take it
     desired state         the WeightSource as JSON
     replica               fetch(source) -> a directory on its node                     or
                           receive(engine, source), past every file (`DirectTransport`)
 
-A transport is one class, named in `roundhouse.config.generation.TRANSPORTS` or by a run as `module:Class`. The one that the
-others fall back to, `store`, is here: it writes nothing, and no replica has to be up.
+A transport is one class, found by the name of its plug-in, or named by a run as `module:Class`. The fallback
+`store` is here: it writes nothing and needs no running replica.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from roundhouse.config.generation import TRANSPORTS, CustomWeightSync
+from roundhouse import plugins
+from roundhouse.config.generation import CustomWeightSync
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, DataError, InfraError, StoreError
-from roundhouse.imports import load_class
 from roundhouse.store.stage import WEIGHTS_DIGEST, read_manifest
 
 if TYPE_CHECKING:
@@ -44,31 +44,31 @@ logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CHECKPOINT = "store"
-"""What a replica reports as its transport when it read the checkpoint."""
+"""Transport that a replica reports after it read the checkpoint."""
 
 
 class WeightSource(BaseModel):
-    """Where a replica gets the weights of a checkpoint; a transport adds its fields."""
+    """Source from which a replica gets the weights of a checkpoint; transports add fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: str
-    """The transport: its name in `TRANSPORTS`, or `module:Class`."""
+    """The transport: its name, or `module:Class`."""
     dtype: Dtype
     """Number format that the engine holds, and that the published digest is of."""
 
 
 def checkpoint_source(dtype: Dtype) -> WeightSource:
-    """The checkpoint itself, in the engine's format: what a transport publishes where it has no shortcut."""
+    """Return the checkpoint in the engine's format as the source, for a transport without a shortcut."""
     return WeightSource(kind=CHECKPOINT, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What replicas are to hold, and where they get it."""
+    """Published weights: their digest and source."""
 
     digest: str | None
-    """`digest_of_tensors`; None: the manifest of the checkpoint does not say."""
+    """`digest_of_tensors`; None: the manifest of the checkpoint does not have it."""
     source: WeightSource | None = None
     """None: the checkpoint's files as they are."""
 
@@ -80,9 +80,9 @@ class RunCheckpoint:
     run: Run
     reference: Reference
     cache: NodeCache
-    """Of this node."""
+    """Cache of this node."""
     engine_url: str | None = None
-    """Where the replicas are."""
+    """URL of the replicas."""
     trainer: object | None = None
     """The train service that holds exactly these weights and does nothing else meanwhile; None: none does."""
 
@@ -92,9 +92,9 @@ class RunCheckpoint:
 
     @property
     def weights_digest(self) -> str | None:
-        """`digest_of_tensors` by the checkpoint's manifest; None where that does not say."""
-        found: str | None = read_manifest(self.reference).details.get(WEIGHTS_DIGEST)
-        return found
+        """Return `digest_of_tensors` from the checkpoint's manifest; None if it is missing there."""
+        digest: str | None = read_manifest(self.reference).details.get(WEIGHTS_DIGEST)
+        return digest
 
     @contextmanager
     def in_engine_format(self, uri: str | None = None) -> Iterator[Path]:
@@ -111,15 +111,15 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """What a replica has to fetch, and what it has already."""
+    """Weights that a replica has to fetch, and weights that it holds."""
 
     uri: str
-    """Of the checkpoint."""
+    """URI of the checkpoint."""
     digest: str | None
     cache: NodeCache
-    """Of the replica's node."""
+    """Cache of the replica's node."""
     current: FetchedWeights | None = None
-    """What the replica holds now."""
+    """Weights that the replica holds now."""
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class FetchedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """How an engine takes new weights; see `Engine.load_weights`."""
+    """State of an engine's weight change; see `Engine.load_weights`."""
 
     version: int
     digest: str | None
@@ -159,7 +159,7 @@ class WeightTransferFailed(InfraError):
     def __init__(self, text: str, *, touched: bool) -> None:
         super().__init__(text)
         self.touched = touched
-        """Whether the engine holds a mixture, and no generation of before is running any more."""
+        """Whether the engine holds a mixture and all earlier generations have ended."""
 
 
 class WeightTransport(ABC):
@@ -171,13 +171,13 @@ class WeightTransport(ABC):
     Config: ClassVar[type[Section]] = Section
     """Its section of the configuration."""
     Source: ClassVar[type[WeightSource]] = WeightSource
-    """What its replicas are given."""
+    """Type of the source that its replicas receive."""
     asks_replicas: ClassVar[bool] = False
-    """Whether `publish` looks at what replicas hold; otherwise none is asked."""
+    """Whether `publish` reads the replicas' state; otherwise replicas are not asked."""
     asks_trainer: ClassVar[bool] = False
-    """Whether `publish` may use the trainer that holds the weights; otherwise that goes on with its work."""
+    """Whether `publish` may use the trainer that holds the weights; otherwise the trainer continues its work."""
     all_replicas_at_once: ClassVar[bool] = False
-    """Whether replicas have to refit concurrently; Ray Serve otherwise hands on a change to a fifth of them at a time."""
+    """Whether replicas have to refit concurrently; otherwise Ray Serve changes a fifth of them at a time."""
     publishes_engine_format: ClassVar[bool] = True
     """Whether the published digest is of the weights in the engine's number format, or of the checkpoint's tensors."""
 
@@ -220,7 +220,7 @@ class WeightTransport(ABC):
 
 
 class DirectTransport(WeightTransport):
-    """A transport whose weights go straight into a replica's engine, past every file."""
+    """A transport that sends weights straight into a replica's engine, without files."""
 
     @classmethod
     @abstractmethod
@@ -245,40 +245,40 @@ class DirectTransport(WeightTransport):
 
 
 def transport_class(kind: str) -> type[WeightTransport]:
-    """The class of a transport: `kind` is a name in `TRANSPORTS`, or `module:Class`.
+    """Return the class of a transport: `kind` is the name of a plug-in, or `module:Class`.
 
-    A file is refused: the name reaches the engine in the desired state, and a sender of that must not be able to make it run a
+    A file is refused: the name reaches the engine in the desired state, whose sender must not be able to execute a
     file.
 
     Raises:
-        ConfigError: there is no such class, or it is in a file.
+        ConfigError: the class does not exist or is in a file.
     """
     if ".py:" in kind:
         raise ConfigError(
             f"generation.weight_sync.target is {kind!r}: name an installed module, package.module:Class; no file is run."
         )
-    return load_class(TRANSPORTS.get(kind, kind), WeightTransport, "generation.weight_sync")
+    return plugins.chosen("weight_transport", kind, WeightTransport, "generation.weight_sync")
 
 
 def load_transport(chosen: str | CustomWeightSync) -> WeightTransport:
-    """The transport that a run has chosen.
+    """Load the run's transport.
 
     Raises:
-        ConfigError: there is no such class, or its parameters are wrong.
+        ConfigError: the class does not exist, or its parameters are wrong.
     """
     kind, parameters = (chosen, {}) if isinstance(chosen, str) else (chosen.target, chosen.parameters)
-    found = transport_class(kind)
+    transport = transport_class(kind)
     try:
-        return found(found.Config.model_validate(parameters), kind)
+        return transport(transport.Config.model_validate(parameters), kind)
     except ValidationError as error:
         raise ConfigError(f"generation.weight_sync.parameters does not fit {kind}: {error}") from error
 
 
 def parse_source(tree: dict[str, Any] | None) -> WeightSource | None:
-    """A source as it is in the desired state; None is the checkpoint's files as they are.
+    """Parse a source of the desired state; None means the checkpoint's files unchanged.
 
     Raises:
-        ValueError: there is no such transport, or the source is not one of its.
+        ValueError: the transport is unknown, or the source does not fit it.
     """
     try:
         return None if tree is None else transport_class(str(tree.get("kind"))).Source.model_validate(tree)
@@ -289,11 +289,11 @@ def parse_source(tree: dict[str, Any] | None) -> WeightSource | None:
 def fetch_weights(
     uri: str, source: WeightSource | None, digest: str | None, cache: NodeCache, current: FetchedWeights | None = None
 ) -> FetchedWeights:
-    """The weights of the checkpoint at `uri`, on this node.
+    """Fetch the weights of the checkpoint at `uri` to this node.
 
     Args:
-        digest: of the tensors; None takes what the checkpoint's manifest vouches for.
-        current: what this replica holds now.
+        digest: of the tensors; None accepts the digest of the checkpoint's manifest.
+        current: weights that this replica holds now.
 
     Raises:
         DataError: the checkpoint is missing, damaged, or has other tensors than `digest` names.
@@ -305,14 +305,14 @@ def fetch_weights(
     request = FetchRequest(uri, digest, cache, current)
     if source is not None:
         try:
-            if (found := transport_class(source.kind).fetch(source, request)) is not None:
-                return _proved(source.kind, request, *found, started)
+            if (fetched := transport_class(source.kind).fetch(source, request)) is not None:
+                return _proved(source.kind, request, *fetched, started)
         except (DataError, StoreError, OSError) as error:
             note = f"{source.kind}: {error}"
             logger.warning("%s is read whole, not by %s", uri, note)
     started = time.perf_counter()
-    found = fetch_checkpoint(uri, cache) if source is None else fetch_in_dtype(uri, source.dtype, cache)
-    weights = _proved(CHECKPOINT, request, *found, started)
+    fetched = fetch_checkpoint(uri, cache) if source is None else fetch_in_dtype(uri, source.dtype, cache)
+    weights = _proved(CHECKPOINT, request, *fetched, started)
     weights.note = note
     return weights
 

@@ -1,10 +1,10 @@
 """A node's cache of weights: directories by key, made once for all processes of the node, bounded in size.
 
-Invariants: an entry under its name is whole, since it is made elsewhere and renamed; of several processes that want an entry
-one makes it, the others wait for it; an entry in use is never deleted; what is not in use is at most `max_bytes`, the newest
-used. Locks are the kernel's (flock), so a process that dies leaves only its unfinished directory and a lock's file; the next
-process of this machine that makes an entry, or evicts, removes them. Where machines share a directory and do not see each
-other's locks, what one left is removed by the others once nothing in it has changed for `WAIT_SECONDS`.
+Invariants: a named entry is whole, because it is made elsewhere and renamed. Of several processes that want an entry
+one makes it and the others wait. An entry in use is never deleted; unused entries take at most `max_bytes`, the newest
+used. Locks are kernel locks (flock), so a process that dies leaves only its unfinished directory and a lock's file; the
+next process of this machine that makes or evicts an entry removes them. If machines share a directory without shared
+locks, remains are removed after `WAIT_SECONDS` without a change.
 
     cache = NodeCache(directory, max_bytes)
     entry = cache.entry("a1b2…", fill)     # fill(partial) makes the content; held until entry.release()
@@ -55,10 +55,10 @@ class NodeCache:
         self.max_bytes = max_bytes
 
     def entry(self, key: str, fill: Callable[[Path], None]) -> CacheEntry:
-        """The entry, made by `fill` (given an empty directory) where it is not there.
+        """Return the entry; if it is missing, `fill` makes it in an empty directory.
 
         Raises:
-            StoreError: another process has been making it for `WAIT_SECONDS`. What `fill` raises passes through.
+            StoreError: another process has been making it for `WAIT_SECONDS`. Exceptions of `fill` pass through.
         """
         final = self.directory / key
         while True:
@@ -75,7 +75,7 @@ class NodeCache:
                         try:
                             partial.rename(final)
                         except OSError:
-                            if not final.is_dir():  # else a machine whose lock is not seen from here was quicker
+                            if not final.is_dir():  # else a machine whose lock is not visible here was faster
                                 raise
                     finally:
                         shutil.rmtree(partial, ignore_errors=True)
@@ -96,22 +96,22 @@ class NodeCache:
         return CacheEntry(final, lock)
 
     def evict(self) -> None:
-        """Delete what is not in use, the longest unused first, until the rest is within the bound.
-        What dead processes left goes before."""
+        """Delete the remains of dead processes, then unused entries, longest unused first, until the rest is within
+        the bound."""
         self._clear_unfinished()
         entries = []
         for path in self.directory.iterdir():
             with suppress(FileNotFoundError):  # another process deleted it
                 if not path.name.startswith("."):
                     entries.append((path.stat().st_mtime, path))
-        kept = 0
+        total = 0
         for _, path in sorted(entries, reverse=True):
             size = 0
             for file in path.rglob("*"):
                 with suppress(FileNotFoundError):
                     size += file.lstat().st_size
-            kept += size
-            if kept <= self.max_bytes or (lock := self._lock(path.name, fcntl.LOCK_EX)) is None:
+            total += size
+            if total <= self.max_bytes or (lock := self._lock(path.name, fcntl.LOCK_EX)) is None:
                 continue
             try:
                 doomed = self._partial(path.name)
@@ -121,29 +121,30 @@ class NodeCache:
                 self._lock_file(path.name).unlink(missing_ok=True)
             finally:
                 os.close(lock)
-            kept -= size
+            total -= size
 
     def _clear_unfinished(self) -> None:
-        """Delete what is not whole and nobody makes: a process holds an entry's lock while it makes or deletes it."""
+        """Delete incomplete entries that no process makes: a process holds an entry's lock while it makes or deletes
+        it."""
         for lock_file in self.directory.glob(".*.lock"):
             key = lock_file.name[1 : -len(".lock")]
             if (self.directory / key).is_dir() or (lock := self._lock(key, fcntl.LOCK_EX)) is None:
                 continue
             try:
-                found, dead = self._clear_dead(key)
-                if found == dead and (dead or _is_old(lock_file)):
+                count, dead = self._clear_dead(key)
+                if count == dead and (dead or _is_old(lock_file)):
                     lock_file.unlink(missing_ok=True)
             finally:
                 os.close(lock)
 
     def _clear_dead(self, key: str) -> tuple[int, int]:
-        """Of an entry whose lock this process holds, delete what is not whole; how much there was, how much was deleted.
-        The lock of another machine may not be seen from here, so that its work has to be old as well."""
-        found = list(self.directory.glob(f".{key}.partial-*"))
-        dead = [left for left in found if left.match(self._partial(key, "*").name) or _is_old(left)]
+        """Delete incomplete remains of an entry whose lock this process holds, and return how many existed and how many
+        were deleted. Another machine's lock may not be visible here, so its remains must be old, too."""
+        remains = list(self.directory.glob(f".{key}.partial-*"))
+        dead = [left for left in remains if left.match(self._partial(key, "*").name) or _is_old(left)]
         for left in dead:
             shutil.rmtree(left, ignore_errors=True)
-        return len(found), len(dead)
+        return len(remains), len(dead)
 
     @contextmanager
     def _alone(self, key: str) -> Iterator[bool]:
@@ -174,15 +175,15 @@ class NodeCache:
                 entry.release()
 
     def _partial(self, key: str, name: str | None = None) -> Path:
-        """Where an entry is made or deleted; the name says on which start of which machine."""
+        """Return the path at which an entry is made or deleted; the name identifies the machine and its boot."""
         return self.directory / f".{key}.partial-{boot_id()}-{name or uuid.uuid4().hex}"
 
     def _lock_file(self, key: str) -> Path:
         return self.directory / f".{key}.lock"
 
     def _lock(self, key: str, kind: int) -> int | None:
-        """A lock on the entry, or None when it cannot be had now. The lock's file may be deleted with its entry: what counts is
-        a lock on the file that has the name now."""
+        """Lock the entry; None if it is locked. The lock's file may be deleted with its entry, so only a lock on the
+        file of the present name counts."""
         path = self._lock_file(key)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -200,7 +201,8 @@ class NodeCache:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether nothing in it has changed for `WAIT_SECONDS`. Not by the time of modification, which a copy takes over."""
+    """Return whether nothing in it has changed for `WAIT_SECONDS`. The modification time is not used, because copies
+    keep it."""
     newest = 0.0
     for place in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):
@@ -209,15 +211,15 @@ def _is_old(path: Path) -> bool:
 
 
 def private_directory(parent: Path, name: str) -> Path:
-    """A directory of this user's alone: in one that others can write to, they could place weights of theirs.
+    """Return a directory that only this user can write to: others could place foreign weights in a shared one.
 
     Raises:
         StoreError: it belongs to another user.
     """
     directory = parent / f"{name}-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
+    status = directory.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
         raise StoreError(f"{directory} belongs to another user. Set TMPDIR to a directory of your own.")
     directory.chmod(0o700)
     return directory

@@ -1,15 +1,15 @@
-"""Checkpoints on this node: fetched through the node's cache, in parallel ranges, with their digests checked.
+"""Checkpoints on this node: fetched through the node's cache, in parallel ranges, with checked digests.
 
-Invariants: what is handed out is a directory whose files are those of the checkpoint's manifest, where it has one. An entry of
-`CheckpointCache` holds exactly the files of its key, which is made of their names and digests. So what a step has written is
-there for the node's next step before its checkpoint has a manifest, and a checkpoint of another run under the same name is
-another entry. The cache only saves time: where it cannot be used, the checkpoint is fetched as without it.
+Invariants: a returned directory has the files of the checkpoint's manifest, if it has one. An entry of
+`CheckpointCache` holds exactly the files of its key, which is made of names and digests. A step's output is therefore
+available to the node's next step before its checkpoint has a manifest, and an equally named checkpoint of another run
+is another entry. The cache only saves time: without it the checkpoint is fetched directly.
 
     directory, entry = fetch_checkpoint("s3://…/checkpoints/000012", node_cache)     its weights, for an engine
 
     cache = CheckpointCache(directory, max_bytes)
     place = cache.checkpoint(reference, scratch)      all of it, for a trainer; kept from deletion until `release`
-    cache.keep(files, directory)                      what this process has just written to the store
+    cache.keep(files, directory)                      files that this process has just written to the store
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def local_path(uri: str) -> Path | None:
 
 
 def fetch_checkpoint(uri: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
-    """A local directory with the checkpoint's weights; of a remote one, held in the cache.
+    """Return a local directory with the checkpoint's weights; a remote one is held in the cache.
 
     Raises:
-        DataError: there are no safetensors, or they are not what the manifest says.
+        DataError: safetensors files are missing or differ from the manifest.
         OSError: the store cannot be reached.
     """
     path = local_path(uri)
@@ -73,27 +73,27 @@ def fetch_checkpoint(uri: str, cache: NodeCache) -> tuple[Path, CacheEntry | Non
 
 
 def fetch_in_dtype(uri: str, dtype: str, cache: NodeCache) -> tuple[Path, CacheEntry | None]:
-    """As `fetch_checkpoint`, with the weights in an engine's number format."""
+    """Fetch as `fetch_checkpoint` does, with the weights in an engine's number format."""
     directory, entry = fetch_checkpoint(uri, cache)
     if not needs_retyping(directory, dtype):
         return directory, entry
     try:
         marks = [f"{path}:{path.stat().st_mtime_ns}:{path.stat().st_size}" for path in weight_files(directory)]
-        made = cache.entry(entry_key("retyped", dtype, *marks), lambda partial: retype(directory, partial, dtype))
+        retyped = cache.entry(entry_key("retyped", dtype, *marks), lambda partial: retype(directory, partial, dtype))
     finally:
         if entry is not None:
             entry.release()
-    return made.path, made
+    return retyped.path, retyped
 
 
 def proved_digest(uri: str, directory: Path) -> str:
-    """The digest of the tensors in a directory that the checkpoint at `uri` was fetched to, or was made into.
+    """Return the digest of the tensors in a directory that was fetched or made from the checkpoint at `uri`.
 
-    A digest that was taken while the bytes were written or fetched counts for as long as the files are the same: by their
-    stamps in place, by the manifest that names the entry of the node's cache. All else is read once more.
+    A digest taken during writing or fetching is valid while the files are unchanged: by their stamps in place, by the
+    manifest of the node cache's entry. Everything else is read once more.
 
     Raises:
-        DataError: there are no whole safetensors files.
+        DataError: whole safetensors files are missing.
     """
     files = weight_files(directory)
     if (left := FileDigests.beside(directory).weights(directory)) is not None:
@@ -116,13 +116,13 @@ def proved_digest(uri: str, directory: Path) -> str:
 
 
 class CheckpointCache:
-    """Of one node; several processes use it at a time. `directory` outlives them."""
+    """Checkpoint cache of one node, shared by several processes. `directory` outlives them."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         self._held: list[CacheEntry] = []
         self.fetched_bytes = 0
-        """Of checkpoints that were not there when this process asked for them."""
+        """Bytes of checkpoints that were not cached when this process needed them."""
 
     def checkpoint(self, reference: Reference, scratch: Path) -> Path:
         """A directory with its files, their digests checked when they were fetched.
@@ -176,7 +176,7 @@ class CheckpointCache:
         return NodeCache(private_directory(self._directory, "roundhouse-checkpoints"), self._max_bytes)
 
     def release(self) -> None:
-        """Let what was handed out be deleted; may be called again."""
+        """Allow the deletion of returned directories; may be called again."""
         for entry in self._held:
             entry.release()
         self._held.clear()
@@ -188,12 +188,12 @@ def content_key(files: Iterable[FileEntry]) -> str:
 
 
 def download(source: Location, sizes: Mapping[str, int], directory: Path, threads: int = DOWNLOAD_THREADS) -> None:
-    """Copy objects of known sizes to a local directory; those of a bucket in ranges, by several threads. When it returns, every
-    file has its object's size; that the bytes are right is shown by their digests.
+    """Copy objects of known sizes to a local directory; those of a bucket in ranges, by several threads. On return,
+    every file has its object's size; digests prove the bytes.
 
     Raises:
         StoreError: an object is missing, or the store does not answer.
-        DataError: an object is shorter than said.
+        DataError: an object is shorter than its stated size.
     """
     if source.is_local:
         source.download(list(sizes), directory)

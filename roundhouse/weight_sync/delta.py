@@ -1,11 +1,11 @@
-"""The transport `delta`: what changed between two checkpoints, exact, compressed and checksummed.
+"""The transport `delta`: the change between two checkpoints, exact, compressed and checksummed.
 
-    <delta>/delta-00000.bin …    what changed, piece after piece
-    <delta>/delta.json           which tensor is made of which pieces, with digests
+    <delta>/delta-00000.bin …    the changes, piece after piece
+    <delta>/delta.json           the pieces of each tensor, with digests
 
-Invariants: applied to the checkpoint that it was made from, a delta gives the new one's files bit for bit, proved tensor by
-tensor (SHA-256); applied to anything else it is refused, and nothing appears under the target's name. Memory is bounded by a
-few times `PIECE_BYTES` and one part, whatever the model's size.
+Invariants: applied to its base checkpoint, a delta gives the new one's files bit for bit, proved tensor by tensor
+(SHA-256). Applied to anything else it is refused, and nothing appears under the target's name. Memory is bounded by a
+few times `PIECE_BYTES` and one part, for any model size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from roundhouse.errors import DataError, StoreError
+from roundhouse.store import disk
 from roundhouse.store.location import Location
 from roundhouse.weight_sync.base import (
     FetchRequest,
@@ -66,7 +67,7 @@ class DeltaSource(WeightSource):
 
 
 class DeltaTransport(WeightTransport):
-    """What changed since the weights that most replicas hold, in the engine's format.
+    """Change since the weights that most replicas hold, in the engine's format.
 
     <store>/runs/<run>/deltas/000012-from-1a2b…-3c4d…/     the two newest are kept, and the one just written
     """
@@ -139,21 +140,23 @@ def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, sid
     """Write the change from one Hugging Face directory to another.
 
     Args:
-        side_files: False leaves out the files next to the weights; the base that it is applied to needs none either.
+        side_files: False omits the files next to the weights; the base that it is applied to needs none either.
 
     Raises:
-        DataError: a directory has no whole weights.
-        StoreError: there is a delta at the place already, or it cannot be written.
+        DataError: a directory lacks whole weights.
+        StoreError: a delta exists at the place, or it cannot be written.
     """
     if place.exists(DELTA):
         raise StoreError(f"{place.uri} holds a delta already. Choose another place; a delta is never replaced.")
-    held = _by_name(base)
+    base_tensors = _by_name(base)
     writer = _Parts(place)
     weights = [
         WeightFileDelta(
             name=file.path.name,
             header=[writer.add(Codec.WHOLE, len(file.header), encode_whole(_bytes(file.header)))],
-            tensors=[_tensor_delta(tensor, held.get(tensor.name), writer, threads) for tensor in file.tensors()],
+            tensors=[
+                _tensor_delta(tensor, base_tensors.get(tensor.name), writer, threads) for tensor in file.tensors()
+            ],
         )
         for file in map(TensorFile, weight_files(new))
     ]
@@ -163,8 +166,8 @@ def write_delta(base: Path, new: Path, place: Location, *, threads: int = 1, sid
             continue
         data, old = path.read_bytes(), base / path.name
         digest = hashlib.sha256(data).hexdigest()
-        kept = old.is_file() and hashlib.sha256(old.read_bytes()).hexdigest() == digest
-        pieces = None if kept else [writer.add(Codec.WHOLE, len(data), encode_whole(_bytes(data)))]
+        unchanged = old.is_file() and hashlib.sha256(old.read_bytes()).hexdigest() == digest
+        pieces = None if unchanged else [writer.add(Codec.WHOLE, len(data), encode_whole(_bytes(data)))]
         beside.append(SideFile(name=path.name, sha256=digest, pieces=pieces))
     delta = Delta(weights=weights, side_files=beside, parts=writer.close())
     place.create(DELTA, delta.model_dump_json().encode())
@@ -175,8 +178,8 @@ def apply_delta(base: Path, place: Location, target: Path, *, threads: int = 1) 
     """Make the new directory from the base and a delta; it appears under its name only when it is whole.
 
     Raises:
-        DataError: the base is not the one that the delta was made from, or the delta is damaged.
-        StoreError: there is no delta, or the target exists.
+        DataError: the delta was made from another base, or is damaged.
+        StoreError: the delta is missing, or the target exists.
     """
     delta = read_delta(place)
     if target.exists():
@@ -184,17 +187,18 @@ def apply_delta(base: Path, place: Location, target: Path, *, threads: int = 1) 
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     staging.mkdir(parents=True)
     try:
-        reader, held = _PartReader(place, delta.parts), _by_name(base)
+        reader, base_tensors = _PartReader(place, delta.parts), _by_name(base)
         for file in delta.weights:
-            with (staging / file.name).open("wb") as stream:
+            with disk.writing(staging / file.name) as stream:
                 stream.write(_buffer(_whole(file.header, reader)))
-                for piece in _tensors(file, held, reader, threads):
+                for piece in _tensors(file, base_tensors, reader, threads):
                     stream.write(_buffer(piece))
         for side in delta.side_files:
             data = (base / side.name).read_bytes() if side.pieces is None else bytes(_whole(side.pieces, reader))
             if hashlib.sha256(data).hexdigest() != side.sha256:
                 raise DataError(f"{side.name} is not what {reader.uri} was made from. Fetch the whole checkpoint.")
-            (staging / side.name).write_bytes(data)
+            with disk.writing(staging / side.name) as stream:
+                stream.write(data)
         staging.rename(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -214,7 +218,7 @@ def _tensor_delta(tensor: Tensor, old: Tensor | None, writer: _Parts, threads: i
         codec, change = encode(old.data[span], data, size)
         return codec, len(data), change
 
-    pieces = [writer.add(*found) for found in parallel_map(threads, encoded, spans)]
+    pieces = [writer.add(*arguments) for arguments in parallel_map(threads, encoded, spans)]
     return TensorDelta(
         name=tensor.name,
         dtype=tensor.dtype,
@@ -253,14 +257,14 @@ class _Parts:
 
 
 def _tensors(file: WeightFileDelta, held: dict[str, Tensor], reader: _PartReader, threads: int) -> Iterator[np.ndarray]:
-    """The new bytes of a file's tensors, piece after piece. What is wrong shows at the tensor's end at the latest."""
+    """Yield the new bytes of a file's tensors, piece after piece. A fault shows at the tensor's end at the latest."""
     for tensor in file.tensors:
         old = held.get(tensor.name) if tensor.before is not None else None
         if tensor.before is not None and (old is None or _digest(old.data) != tensor.before):
-            found = "missing" if old is None else f"{_digest(old.data)[:12]}…, not {tensor.before[:12]}…"
+            problem = "missing" if old is None else f"{_digest(old.data)[:12]}…, not {tensor.before[:12]}…"
             raise DataError(
-                f"The delta {reader.uri} does not start from these weights: {tensor.name} is {found}. Apply it to the version "
-                "it was made from, or fetch the whole checkpoint."
+                f"The delta {reader.uri} does not start from these weights: {tensor.name} is {problem}. Apply it to the "
+                "version it was made from, or fetch the whole checkpoint."
             )
         digest = hashlib.sha256()
 

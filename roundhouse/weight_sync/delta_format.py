@@ -1,17 +1,17 @@
-"""What a delta is made of: its index, `delta.json`, the parts that the index points into, and how a piece of them is coded.
+"""Format of a delta: its index `delta.json`, the parts that the index points into, and the encoding of a piece.
 
-Invariants: a delta is complete exactly when its `delta.json` exists; it is written last, once, and names the digest of every
-part and of every tensor before and after. `decode(*encode(old, new, n), old, n)` is new, whatever the bytes are.
+Invariants: a delta is complete exactly if its `delta.json` exists; it is written last, once, and names the digest of
+every part and of every tensor before and after. `decode(*encode(old, new, n), old, n)` is new for all bytes.
 
     same         nothing
     sparse       the distances between changed elements, and their steps
     difference   the step of every element
     whole        the new bytes
 
-A step is new - old as integers of the element's size, modulo 2^bits, with its sign in the lowest bit: one unit up or down is 2
-or 1. An optimizer's small step moves most bfloat16 numbers by no unit, and most others by one, so this beats an exclusive or,
-in which a carry changes many bits. Numbers are stored in byte planes (b0 b0 … b1 b1 …), so that the high bytes, nearly all
-zero, compress to nothing; then zstd.
+A step is new - old as integers of the element's size, modulo 2^bits, with its sign in the lowest bit: one unit up or
+down is 2 or 1. An optimizer's small step moves most bfloat16 numbers by no unit and most others by one, so steps
+compress better than an exclusive or, in which a carry changes many bits. Numbers are stored in byte planes (b0 b0 … b1
+b1 …), so that the high bytes, nearly all zero, compress to nothing; then zstd.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TensorDelta(_DeltaRecord):
     dtype: str
     element_bytes: int
     before: str | None
-    """SHA-256 of the base's bytes; None: the base has no such tensor."""
+    """SHA-256 of the base's bytes; None: the base does not have the tensor."""
     after: str
     pieces: list[Piece]
 
@@ -114,10 +114,10 @@ def part_name(number: int) -> str:
 
 
 def read_delta(place: Location) -> Delta:
-    """What a delta is made of.
+    """Read the index of a delta.
 
     Raises:
-        StoreError: there is none. DataError: it cannot be read.
+        StoreError: the delta is missing. DataError: it cannot be read.
     """
     try:
         return Delta.model_validate_json(place.read(DELTA))
@@ -144,7 +144,7 @@ def encode(old: np.ndarray, new: np.ndarray, element_bytes: int) -> tuple[Codec,
 
 
 def encode_whole(new: np.ndarray) -> bytes:
-    """Bytes that have no base."""
+    """Encode bytes without a base."""
     return _compress(np.ascontiguousarray(new))
 
 

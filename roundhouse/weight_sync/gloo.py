@@ -1,13 +1,14 @@
-"""A group of processes on CPUs, in which rank 0 has weights and all others get them: packed broadcasts over TCP, by Gloo.
+"""A group of processes on CPUs in which rank 0 sends its weights to all others: packed broadcasts over TCP, by Gloo.
 
-Invariant: nothing waits longer than the group's time limit, neither for the others to come nor for a batch. When a process of
-the group dies or stalls, the others raise, and the group is not used again.
+Invariant: waiting is bounded by the group's time limit, for the meeting and for each batch. If a process of the group
+dies or stalls, the others raise, and the group is not used again.
 
-While a batch travels, the one before it is loaded (or the one after it is packed). How tensors are cut into batches, and where
-they lie in one, follows from their descriptions alone, so ends that have the same descriptions in the same order pack and
-unpack alike. A batch is one tensor or more, and ends with the one that brings it to `bound` bytes.
+While a batch travels, the previous one is loaded (or the next one is packed). The cut into batches and the offsets
+follow from the tensors' descriptions alone, so ends with equal descriptions in the same order pack and unpack alike. A
+batch has at least one tensor and ends with the one that brings it to `bound` bytes.
 
-Example, bound 100: tensors of 60, 60, 300 and 8 bytes -> batches [60, 60], [300], [8]; in the first, the second begins at 64.
+Example, bound 100: tensors of 60, 60, 300 and 8 bytes -> batches [60, 60], [300], [8]; in the first, the second begins
+at 64.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def batches(tensors: Sequence[Described], bound: int) -> Iterator[list[Described
 
 
 def places(batch: Sequence[Described]) -> tuple[list[int], int]:
-    """Where each tensor begins, and the length of the whole."""
+    """Return the offset of each tensor and the total length."""
     begins, end = [], 0
     for one in batch:
         begins.append(end)
@@ -78,11 +79,11 @@ def views(packed: torch.Tensor, batch: Sequence[Described]) -> list[tuple[str, t
     import torch
 
     begins, _ = places(batch)
-    found = []
+    tensors = []
     for one, begin in zip(batch, begins, strict=True):
         flat = packed[begin : begin + one.bytes]
-        found.append((one.name, flat.view(getattr(torch, one.dtype)).view(one.shape)))
-    return found
+        tensors.append((one.name, flat.view(getattr(torch, one.dtype)).view(one.shape)))
+    return tensors
 
 
 def own_address(peer: str, port: int) -> str:
@@ -97,12 +98,12 @@ class GlooGroup:
     """One process's end of the group.
 
     Args:
-        store: what the ranks find each other by; of this group alone.
-        address: this process's, at which the others reach it.
+        store: meeting point of the ranks, used by this group only.
+        address: address of this process for the others.
         seconds: time limit of the meeting, and of each batch.
 
     Raises:
-        RuntimeError: not all came within the limit.
+        RuntimeError: a process was missing at the limit.
     """
 
     def __init__(self, store: Store, rank: int, size: int, address: str, seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""What a replica is to hold, what it reports to hold, and the proof that all replicas hold the same.
+"""A replica's desired state, its report, and the proof that all replicas hold the same weights.
 
-Invariant: the desired state alone decides what a replica answers with. It grows newer by `request`, so that an older one that
-arrives late is ignored. Refit options change how the desired version arrives, never which it is: a replica that cannot follow
-them (it has just started, it holds another base) comes to the same version by the checkpoint.
+Invariant: the desired state alone decides with which weights a replica answers. `request` orders desired states, so a
+late older one is ignored. Refit options change how the desired version arrives, never the version: a replica that
+cannot follow them (it has just started, it holds another base) loads the checkpoint.
 
-Replicas agree when the digests of their tensors are equal and the log-probabilities of the probe differ by no more than their
-number format can explain. A head left on old weights, the failure that the probe is for, is off by whole nats.
+Replicas agree if the digests of their tensors are equal and the probe's log-probabilities differ only within the
+rounding of their number format. A head with old weights, the failure that the probe detects, differs by whole nats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roundhouse.errors import DeploymentFailed
 from roundhouse.weight_sync.base import parse_source
 
 SAMPLED = ("temperature", "top_p", "top_k")
-"""What decides the distribution that a token is drawn from."""
+"""Parameters of the distribution that tokens are sampled from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class DesiredPolicy:
     weights: str | None = None
     """Hugging Face directory: a path, file:// or s3:// URI. None: weights will come later."""
     digest: str | None = None
-    """`digest_of` of what the engine is to load; replicas refuse anything else."""
+    """`digest_of` the wanted weights; replicas refuse anything else."""
     request: int | None = None
-    """Grows with each request (nanoseconds since the epoch). A newer request for the same weights tries them again; an older
-    one that arrives late is ignored."""
+    """Grows with each request (nanoseconds since the epoch). A newer request for the same weights retries; a late
+    older one is ignored."""
     source: dict[str, Any] | None = None
     """A shortcut to the same weights: a `roundhouse.weight_sync.base.WeightSource` as JSON; None: the files at `weights`."""
     running: InflightRequests = "drain"
-    """What becomes of generations that are running."""
+    """Treatment of running generations."""
     keep_prefix_cache: bool = False
     sampling: list[dict[str, Any]] | None = None
     """Temperature, top_p and top_k that requests may ask for, each with all of `SAMPLED`; others are refused. None: any."""
     asleep: str | None = None
-    """The engine is to give its memory back until the next desired state; the text says what for."""
+    """If set, the engine releases its memory until the next desired state; the text has the reason."""
 
     @classmethod
     def parse(cls, user_config: dict[str, Any]) -> DesiredPolicy:
@@ -73,7 +73,7 @@ class DesiredPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RefitOptions:
-    """Fields of `DesiredPolicy` beyond which weights it names; what is left at its default is left out of the desired state."""
+    """Fields of `DesiredPolicy` apart from the weights; default values are omitted from the desired state."""
 
     digest: str | None = None
     source: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class RefitOptions:
     asleep: str | None = None
 
     def changed(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Return the fields that differ from the defaults."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
 
 
@@ -106,7 +106,7 @@ def later_than(states: Iterable[dict[str, Any] | None]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica reports of itself, from `/rh/replicas`."""
+    """A replica's report at `/rh/replicas`."""
 
     replica_id: str
     pid: int
@@ -122,20 +122,22 @@ class ReplicaReport:
     """`request` of the desired state that `error` is about."""
     desired: dict[str, Any] | None
     digest: str | None
-    """Of the tensors that were handed to the engine."""
+    """Digest of the tensors that the engine received."""
     tensors: int | None
     probe: list[float] | None
     """Log-probabilities of a sequence that is the same for every replica of the model."""
     transport: str | None
-    """How the weights came."""
+    """Transport of the weights."""
     transport_note: str | None
     """Why it was not the transport that was published."""
     asleep: str | None = None
-    """What it sleeps for, without weights."""
+    """Reason for its sleep, without weights."""
+    failure_may_pass: bool | None = None
+    """Whether `error` is a store or machine error that a retry may avoid."""
     placement_group: str | None = None
     """Id of Ray's, in which a trainer has a place near it."""
     generated_tokens: int | None = None
-    """Of its answers, by the counter `token_counter`."""
+    """Tokens of its answers, by the counter `token_counter`."""
     token_counter: str | None = None
 
     @classmethod
@@ -151,7 +153,8 @@ def arguments_of(generation: dict[str, Any], model_dir: str, reserved: dict[str,
 
 
 def application_digest(arguments: dict[str, Any]) -> str:
-    """Tells replicas of the wanted arguments from those of earlier ones, which Serve replaces one by one."""
+    """Return a digest that distinguishes replicas with the wanted arguments from earlier ones, which Serve replaces
+    one by one."""
     return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -161,16 +164,16 @@ differently."""
 
 
 def proof_of(replicas: Sequence[ReplicaReport]) -> dict[str, Any]:
-    """What is recorded of a refit: one replica's proof, which all were compared with."""
+    """Return the recorded proof of a refit: one replica's report, which all others equal."""
     first = replicas[0]
     return {"digest": first.digest, "tensors": first.tensors, "probe": first.probe}
 
 
 def require_agreement(replicas: Sequence[ReplicaReport], dtype: str, recorded: Mapping[str, Any] | None = None) -> None:
-    """All against the first, and against what was recorded of this version before.
+    """Compare all replicas with the first, and with the earlier record of this version.
 
     Raises:
-        DeploymentFailed: names the replica that differs, and in what.
+        DeploymentFailed: names the replica that differs, and the difference.
     """
     if not replicas:
         raise DeploymentFailed("No replica answers after the refit. Look at the engine's log.")
@@ -195,7 +198,7 @@ def _require(replicas: Sequence[ReplicaReport], proof: Mapping[str, Any], dtype:
 
 
 def difference(one: Sequence[float] | None, other: Sequence[float] | None) -> float | None:
-    """The largest, in nats; None where there is nothing to compare."""
+    """Return the largest difference in nats; None if nothing can be compared."""
     if one is None or other is None or len(one) != len(other):
         return None
     return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)

@@ -1,7 +1,8 @@
-"""The transport `shared-memory`: weights are put once into this node's memory, in the engine's format, and replicas map them.
+"""The transport `shared-memory`: weights are copied once into this node's memory, in the engine's format, and replicas
+map them.
 
-Invariant: one version of a run is in memory, two during a refit. It is given back when the process that refits ends; what a
-killed one left is removed by the next that uses this transport.
+Invariant: one version of a run is in memory, two during a refit. The memory is released when the refitting process
+ends; the next user of this transport removes a killed one's memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from roundhouse.weight_sync.tensor_files import digest_of, retype
 MEMORY = Path("/dev/shm")
 
 _in_memory: dict[str, CacheEntry] = {}
-"""What this process keeps in the node's memory, by run."""
+"""Entries of this process in the node's memory, by run."""
 
 
 class SharedMemorySource(WeightSource):
@@ -68,7 +69,7 @@ class SharedMemoryTransport(WeightTransport):
 
 
 def release_memory() -> None:
-    """Give back this node's memory that weights of this process take."""
+    """Release this node's memory that weights of this process take."""
     if not _in_memory:
         return
     for entry in _in_memory.values():

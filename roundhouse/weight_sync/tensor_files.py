@@ -1,14 +1,12 @@
-"""The safetensors files of a checkpoint: read as bytes of tensors, digested, and written tensor by tensor.
+"""Safetensors files of a checkpoint: read as bytes of tensors, digested, and written tensor by tensor.
 
-Reading. What is read is views of the mapped file, or a bounded part of it at a time, so a checkpoint larger than memory can
-be walked through tensor by tensor. Two sets of files have one digest exactly when they hold the same names with the same
-dtypes, shapes and bytes (as far as SHA-256 can say); how the tensors are spread over files, and what metadata the files carry,
-does not matter.
+Reading yields views of the mapped file, or bounded parts, so a checkpoint larger than memory can be read tensor by
+tensor. Two sets of files have equal digests exactly if they hold the same names with the same dtypes, shapes and bytes
+(up to SHA-256 collisions); the split into files and their metadata do not matter.
 
-Writing. One tensor is in memory at a time, or a piece of one, whatever the size of the model; while a byte is written it is
-hashed as part of its file and, of weights, as part of its tensor, each in a thread of its own, and nothing is read back. The
-bytes are those of `safetensors.torch.save_file`. `digests.json` holds what was found of the files
-(`store.directories.FileDigests`), for the upload and the next load.
+Writing keeps one tensor, or a piece of one, in memory. Each byte is hashed as part of its file and, for weights, of its
+tensor, in separate threads, and nothing is read back. The bytes equal those of `safetensors.torch.save_file`.
+`digests.json` holds the digests (`store.directories.FileDigests`) for the upload and the next load.
 
     model.safetensors                                                    up to SHARD_BYTES
     model-00001-of-00003.safetensors … model.safetensors.index.json      above
@@ -31,7 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -80,7 +78,7 @@ class Tensor:
     data: np.ndarray
     """[bytes] uint8, a view of the file."""
     begin: int = 0
-    """Of the bytes in the file."""
+    """Offset of the bytes in the file."""
 
     @property
     def element_bytes(self) -> int:
@@ -91,12 +89,14 @@ class TensorFile:
     """A safetensors file, mapped.
 
     Raises:
-        DataError: it is none, or is cut short.
+        DataError: it is not a safetensors file, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not path.is_file():  # a fifo would wait for its writer
+                raise ValueError("it is not a regular file")
             data = np.memmap(path, dtype=np.uint8, mode="r")
             (length,) = struct.unpack("<Q", bytes(data[:8]))
             self.header = bytes(data[: 8 + length])
@@ -104,9 +104,11 @@ class TensorFile:
             if not isinstance(entries, dict):
                 raise TypeError("its header is no object")
             entries.pop("__metadata__", None)
+            for name, entry in entries.items():
+                _refuse_malformed(name, entry)
             self._entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-            end = max((int(entry["data_offsets"][1]) for entry in self._entries.values()), default=0)
-        except (OSError, ValueError, TypeError, LookupError, struct.error) as error:
+            end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
+        except (OSError, ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise DataError(f"{path} is no safetensors file: {error}. Point to a complete checkpoint.") from None
         self._body = data[8 + length :]
         if end != len(self._body):
@@ -131,23 +133,41 @@ class TensorFile:
             yield self.tensor(name)
 
 
+def _refuse_malformed(name: str, entry: Any) -> None:
+    """Raises:
+    ValueError: an entry of a header lacks dtype, shape or data_offsets, or has them in another form.
+    """
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise ValueError(f"its header has no dtype, shape and data_offsets for {name[:200]!r}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"its header has the data_offsets {offsets[:3]} for {name[:200]!r}")
+
+
+def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+
+
 def weight_files(directory: Path, stem: str = "model") -> list[Path]:
-    """The safetensors files of a Hugging Face directory: those that its index names, where it has one.
+    """Return the safetensors files of a Hugging Face directory: those of its index, if it has one.
 
     Args:
         stem: of the index's name.
 
     Raises:
-        DataError: there are none, or the index names one that is missing or outside of the directory.
+        DataError: they are missing, or the index names a file that is missing or outside of the directory.
     """
     index = directory / f"{stem}{INDEX}"
     if not index.is_file():
-        if not (present := sorted(directory.glob("*.safetensors"))):
+        if not (present := sorted(path for path in directory.glob("*.safetensors") if path.is_file())):
             raise DataError(f"{directory} has no safetensors files. Name a Hugging Face directory with weights.")
         return present
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if other := [name for name in names if not isinstance(name, str)]:
+            raise ValueError(f"{other[0]!r} is no file's name")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(f"{index} has no readable weight_map: {error!r}. Save or copy the model again.") from None
     if outside := [name for name in names if Path(name).name != name]:
         raise DataError(f"{index} names {outside[0][:200]!r}, which lies outside of its directory.")
@@ -167,24 +187,24 @@ def iterate(directory: Path) -> Generator[tuple[str, torch.Tensor]]:
 
 
 def digest_of(directory: Path) -> str:
-    """`digest_of_tensors` of all tensors of a Hugging Face directory; that which their writer left, while they are as it left
-    them."""
+    """Return `digest_of_tensors` of a Hugging Face directory: the writer's record if the files are unchanged, else
+    computed."""
     return FileDigests.beside(directory).weights(directory) or digest_of_tensors(
         tensor_digests(weight_files(directory))
     )
 
 
 def tensor_digests(files: Iterable[Path], threads: int = DIGEST_THREADS) -> dict[str, str]:
-    """`<dtype> <shape> <SHA-256 of the bytes>` of every tensor, by its name.
+    """Return `<dtype> <shape> <SHA-256 of the bytes>` of every tensor, by its name.
 
     Raises:
-        DataError: a file is no safetensors file, or is cut short.
+        DataError: a file is not a safetensors file, or is truncated.
     """
 
     def digest(item: tuple[Path, Tensor]) -> tuple[str, str]:
         path, tensor = item
         taken, left = hashlib.sha256(), len(tensor.data)
-        with path.open("rb", buffering=0) as stream:  # not by the map, whose pages would count as this process's memory
+        with path.open("rb", buffering=0) as stream:  # mapped pages count as this process.s memory
             stream.seek(tensor.begin)
             while left and (chunk := stream.read(min(left, CHUNK_BYTES))):
                 taken.update(chunk)
@@ -196,7 +216,7 @@ def tensor_digests(files: Iterable[Path], threads: int = DIGEST_THREADS) -> dict
 
 
 def tensor_digest(dtype: str, shape: Iterable[int], sha256: str) -> str:
-    """What the digest of a checkpoint holds of one tensor.
+    """Return one tensor's entry in the digest of a checkpoint.
 
     Args:
         dtype: by the name that safetensors has for it.
@@ -205,14 +225,14 @@ def tensor_digest(dtype: str, shape: Iterable[int], sha256: str) -> str:
 
 
 def torch_digest(name: str, tensor: torch.Tensor) -> tuple[str, str]:
-    """A tensor's name, and what `tensor_digests` would say of it in a file."""
+    """Return a tensor's name and its entry as in `tensor_digests`."""
     taken = TorchDigest(tensor.dtype)
     taken.update(tensor)
     return name, taken.of_shape(tensor.shape)
 
 
 class TorchDigest:
-    """What `tensor_digests` would say of a tensor that comes in pieces, its rows in their order.
+    """Compute the `tensor_digests` entry of a tensor that arrives in pieces, its rows in order.
 
     Args:
         dtype: that pieces are converted to.
@@ -242,17 +262,17 @@ def digest_of_tensors(digests: dict[str, str]) -> str:
 
 
 def needs_retyping(directory: Path, dtype: str) -> bool:
-    """Whether a tensor of the directory is of another floating-point type."""
-    wanted = SAFETENSORS_NAMES[dtype]
+    """Return whether a tensor of the directory has another floating-point type."""
+    type_name = SAFETENSORS_NAMES[dtype]
     return any(
-        tensor.dtype in _FLOATING and tensor.dtype != wanted
+        tensor.dtype in _FLOATING and tensor.dtype != type_name
         for path in weight_files(directory)
         for tensor in TensorFile(path).tensors()
     )
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """What an engine needs of a directory of weights apart from the weights: its JSON files, but no manifest."""
+    """Copy the files that an engine needs apart from the weights: the JSON files except the manifest."""
     for path in sorted(source.glob("*.json")):
         if path.name not in ("manifest.json", DIGESTS) and not path.name.startswith("attempt-"):
             shutil.copyfile(path, target / path.name)
@@ -299,15 +319,15 @@ def header_of(name: str, tensor: torch.Tensor) -> TensorHeader:
 
 def shards(headers: Iterable[TensorHeader], limit: int = SHARD_BYTES) -> list[list[TensorHeader]]:
     """The tensors of each file, in the order of their bytes: large elements first, then by name, as safetensors aligns them."""
-    found: list[list[TensorHeader]] = [[]]
+    groups: list[list[TensorHeader]] = [[]]
     size = 0
     for header in headers:
-        if found[-1] and size + header.bytes > limit:
-            found.append([])
+        if groups[-1] and size + header.bytes > limit:
+            groups.append([])
             size = 0
-        found[-1].append(header)
+        groups[-1].append(header)
         size += header.bytes
-    return [sorted(shard, key=lambda one: (-one.dtype.itemsize, one.name)) for shard in found]
+    return [sorted(shard, key=lambda one: (-one.dtype.itemsize, one.name)) for shard in groups]
 
 
 class TensorWriter:
@@ -328,19 +348,19 @@ class TensorWriter:
 
         Args:
             headers: in the order of the tensors.
-            tensors: each whole, or in pieces: its rows in order, under its name. What follows the last one is not taken.
+            tensors: each whole, or in pieces: its rows in order, under its name. Surplus items are not consumed.
         """
         import torch
 
         path, whole, size, own_thread = self._directory / name, hashlib.sha256(), 0, threading.get_ident()
-        if path.is_file():  # what is written may be views of this file, mapped: it lives on for them
+        if path.is_file():  # the data may be views of this mapped file, which stays alive for them
             path.unlink()
 
         def hash_on(digest: hashlib._Hash, data: bytes | memoryview) -> None:
             with attribute_to_stage_of(own_thread):
                 digest.update(data)
 
-        with path.open("wb") as stream, ThreadPoolExecutor(2, thread_name_prefix="hash") as pool:
+        with disk.writing(path) as stream, ThreadPoolExecutor(2, thread_name_prefix="hash") as pool:
 
             def put(data: bytes | memoryview, *digests: hashlib._Hash) -> None:
                 nonlocal size
@@ -392,7 +412,7 @@ class TensorWriter:
         self._tensors |= tensors
 
     def close(self) -> None:
-        """Leave what was found of the files."""
+        """Write the digests of the files."""
         digest = digest_of_tensors(self._tensors) if self._weights else None
         FileDigests(files=self._files, weights_digest=digest).leave(self._directory)
 
@@ -416,15 +436,15 @@ def _pieces(header: TensorHeader, source: Iterator[tuple[str, torch.Tensor]]) ->
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Of so many files of tensors."""
+    """Return the names of so many files of tensors."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(directory: Path, stem: str, planned: Sequence[Sequence[TensorHeader]]) -> None:
-    """Write which file each tensor is in; nothing where there is one file. What was saved here before, in another number of
-    files, is deleted: readers would take it for a part of this."""
+    """Write the index from tensors to files; nothing for a single file. Delete files of an earlier save with another
+    number of files, because readers would load them."""
     names, index_file = file_names(stem, len(planned)), directory / f"{stem}{INDEX}"
     for path in directory.glob(f"{stem}*.safetensors"):
         if path.name not in names and re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.safetensors", path.name):
@@ -447,7 +467,7 @@ def rewrite(
     """Write each file's tensors to a file of the same name in another directory, changed one by one.
 
     Args:
-        floating: the type that `change` gives to tensors of floating-point numbers, where it gives them another.
+        floating: type that `change` gives to floating-point tensors, if it differs.
     """
     import torch
     from safetensors import safe_open
@@ -472,12 +492,12 @@ def retype(source: Path, target: Path, dtype: str) -> None:
     """Write the directory's weights, and its JSON files, to another, empty one, in another number format."""
     import torch
 
-    wanted = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(wanted) if tensor.is_floating_point() else tensor
+        return tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
 
-    rewrite(weight_files(source), target, change, wanted)
+    rewrite(weight_files(source), target, change, torch_dtype)
     copy_side_files(source, target)
 
 

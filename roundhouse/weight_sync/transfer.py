@@ -1,23 +1,21 @@
 """The transport `transfer`: weights straight from the trainer into the engines of replicas, by vLLM's interface.
 
-Invariant: who sends has proved that its weights are the checkpoint's; a replica that comes to the meeting is given a seat in a
-group or is not, within the source's time limit, and can always read the checkpoint instead. Nothing waits for a replica that
-has died.
+Invariant: the sender has proved that its weights are the checkpoint's. A replica that joins the meeting is seated or
+not within the source's time limit, and can always read the checkpoint instead. Nothing waits for a dead replica.
 
-The sender is the trainer, where one holds these very weights and does nothing else (`WeightHolder`), on whatever machine it is;
-its ranks give their rows tensor by tensor. Otherwise it is the process that refits, which reads the checkpoint once.
+The sender is an idle trainer that holds these weights (`WeightHolder`), on any machine; its ranks send their rows
+tensor by tensor. Otherwise the refitting process sends and reads the checkpoint once.
 
-Replicas come when they are able to: each first finishes its requests in flight. So the sender forms a group of those that have
-come, as soon as all have that were present when the weights were published, or GATHER_SECONDS after the first; those that come
-later are the next group's.
+Replicas join after they finish their requests in flight. The sender forms a group when all replicas present at
+publication have joined, or GATHER_SECONDS after the first; later ones form the next group.
 
     replica  joined += 1 -> n, member/n = {id, workers}      waits for seat/n
     sender   seat/n = {"init": …, "update": …}               arguments of vLLM's interface
     both     the group of the backend, one broadcast a batch
 
-The meeting is a key-value store of torch (TCPStore) in the sender's process, at the one address that it names to replicas. Like
-every group of torch it is neither encrypted nor closed: any process that reaches its port can list its keys, take a seat and
-read the weights. The key keeps meetings apart and is not a secret. What came is proved by its digest.
+The meeting is a torch key-value store (TCPStore) in the sender's process, at one address. Like every torch group it is
+neither encrypted nor authenticated: any process that reaches its port can list its keys, take a seat and read the
+weights. The key separates meetings and is not a secret. The digest proves the received weights.
 """
 
 from __future__ import annotations
@@ -62,28 +60,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GATHER_SECONDS = 5.0
-"""How long replicas that have come wait for others: their engines are still meanwhile."""
+"""Time that joined replicas wait for others with paused engines."""
 POLL_SECONDS = 0.01
 _SENDER, _LINK, _TENSOR = 25e9, 45e9, 13e-6
-"""Of NCCL over links of 400 Gb/s a GPU: bytes a second of one sender, bytes a second that a receiver takes of all, seconds a
-tensor. Fitted to three published refits of Miles (GLM-4.7-Flash and Qwen3-30B-A3B by one sender, GLM-4.5-Air by four)."""
+"""NCCL over links of 400 Gb/s a GPU: bytes a second of one sender, bytes a second that a receiver takes of all, seconds
+a tensor. Fitted to three published refits of Miles (GLM-4.7-Flash and Qwen3-30B-A3B by one sender, GLM-4.5-Air by
+four)."""
 REACH_SECONDS = 5.0
 FIREWALL = "a firewall is between: in a cluster, k8s/components/weight-transfer lets engines to its pod"
-"""What hides a sender that is there, and the remedy."""
+"""Likely cause and remedy when a present sender cannot be reached."""
 TRANSFER_SHARE = 0.25
-"""Of a refit's time limit: what a transfer's meeting may take, and each of its batches. Some is left for reading the checkpoint
-where it fails."""
+"""Share of a refit's time limit for a transfer's meeting, and for each of its batches. The rest is left for reading the
+checkpoint after a failure."""
 
 
 class TransferSource(WeightSource):
     kind: str = "transfer"
     address: str
-    """Of the sender, as replicas reach it."""
+    """Address of the sender for replicas."""
     port: int
     key: str
     """Prefix of the meeting's keys."""
     replicas: list[str]
-    """Ids of those that were present when the weights were published; the sender expects no other."""
+    """IDs of the replicas present at publication; the sender expects only these."""
     seconds: float
     """Time limit of the meeting, and of each batch."""
 
@@ -109,14 +108,14 @@ class TransferEngine(Protocol):
 
 
 class TransferOffer(BaseModel):
-    """What weights are sent as, to whom."""
+    """Format and receivers of sent weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: Dtype
     backend: Literal["gloo", "nccl"]
     replicas: list[str]
-    """Ids of those that are expected."""
+    """IDs of the expected replicas."""
     engine: str
     """URL: the sender is reached at its machine's address on the way there."""
     seconds: float
@@ -125,12 +124,12 @@ class TransferOffer(BaseModel):
 
 
 class TransferBegun(BaseModel):
-    """What a trainer says of the weights that it sends."""
+    """A trainer's report about the weights that it sends."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     digest: str
-    """Of the tensors as they are sent."""
+    """Digest of the tensors as sent."""
     source: TransferSource
 
 
@@ -196,9 +195,9 @@ class TransferTransport(DirectTransport):
             engine=checkpoint.engine_url,
             seconds=TRANSFER_SHARE * generation.refit_timeout_seconds,
         )
-        with _sent_by_trainer(checkpoint, offer) as begun:
-            if begun is not None:
-                yield Published(begun.digest, begun.source)
+        with _sent_by_trainer(checkpoint, offer) as transfer:
+            if transfer is not None:
+                yield Published(transfer.digest, transfer.source)
                 return
         with checkpoint.in_engine_format() as directory, Sender.of_files(directory, offer) as sender:
             yield Published(digest_of(directory), sender.source())
@@ -234,10 +233,10 @@ class Seat:
 
 
 def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
-    """Come to the meeting and wait for the group.
+    """Join the meeting and wait for the group.
 
     Raises:
-        NoSeat: says why.
+        NoSeat: with the reason.
     """
     from torch.distributed import TCPStore
 
@@ -262,33 +261,33 @@ def take_seat(source: TransferSource, replica_id: str, workers: int) -> Seat:
 
 @contextmanager
 def _sent_by_trainer(checkpoint: RunCheckpoint, offer: TransferOffer) -> Iterator[TransferBegun | None]:
-    """Within the block the trainer sends; None where there is none that can, or it holds other weights."""
+    """Let the trainer send during the block; yield None if no trainer can, or it holds other weights."""
     holder = checkpoint.trainer if isinstance(checkpoint.trainer, WeightHolder) else None
-    digest, begun = checkpoint.weights_digest, None
+    digest, transfer = checkpoint.weights_digest, None
     if holder is not None and digest is not None:
         try:
-            begun = holder.begin_transfer(offer, digest)
+            transfer = holder.begin_transfer(offer, digest)
         except RoundhouseError as error:
             logger.warning("The trainer does not send version %d: %s", checkpoint.reference.policy_version, error)
     try:
-        yield begun
+        yield transfer
     finally:
-        if holder is not None and begun is not None:
+        if holder is not None and transfer is not None:
             try:
                 holder.end_transfer()
-            except RoundhouseError as error:  # a trainer that is lost says so again when it is to train
+            except RoundhouseError as error:  # a lost trainer raises again at its next training step
                 logger.warning("The trainer did not end its transfer: %s", error)
 
 
 class Sender:
-    """Sends weights to replicas, until its context is left.
+    """Send weights to replicas until the context ends.
 
     Args:
         described: the tensors, in the order in which they are sent.
-        tensors: gives them, once for each group; closed early where a group is lost.
+        tensors: yields them, once for each group; closed early if a group is lost.
 
     Raises:
-        ConfigError: it is to send from a GPU, and this process has none.
+        ConfigError: it must send from a GPU, and this process has none.
     """
 
     def __init__(
@@ -326,7 +325,7 @@ class Sender:
             master_listen_fd=listening.detach(),
         )
         self._left = threading.Event()
-        # A daemon: one that is stuck in a broadcast must not keep the process from ending.
+        # A daemon: a thread stuck in a broadcast must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
 
     @classmethod
@@ -341,7 +340,7 @@ class Sender:
         return self._offer.seconds
 
     def source(self) -> TransferSource:
-        """Where replicas find the sender."""
+        """Return the source that leads replicas to the sender."""
         return TransferSource(
             dtype=self._offer.dtype,
             address=self._address,
@@ -352,7 +351,7 @@ class Sender:
         )
 
     def begin(self) -> None:
-        """Give seats to those that come."""
+        """Start to seat joining replicas."""
         self._thread.start()
 
     def __enter__(self) -> Sender:
@@ -420,7 +419,7 @@ class Sender:
             from torch.distributed import PrefixStore, TCPStore
 
             limit = timedelta(seconds=seconds)
-            # A connection of its own: a wait in it must not keep others from the meeting.
+            # A separate connection: waiting on it must not block others at the meeting.
             own = TCPStore(self._address, self._store.port, is_master=False, timeout=limit, wait_for_workers=False)
             end = GlooGroup(PrefixStore(group, own), 0, size, self._address, seconds)
             with closing(self._tensors()) as tensors:
@@ -431,7 +430,7 @@ class Sender:
 
 
 class _SelfDriven:
-    """vLLM's `VLLMWeightSyncClient`: each replica takes vLLM's steps by itself, so what the sender calls does nothing."""
+    """vLLM's `VLLMWeightSyncClient`: each replica takes vLLM's steps by itself, so the sender's calls do nothing."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -471,13 +470,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def broadcast_seconds(size: float, tensors: int, senders: int = 1) -> float:
-    """About how long a broadcast of a model to GPUs over links of 400 Gb/s takes, where every receiver takes all of it.
+    """Estimate the seconds of a broadcast of a model to GPUs over links of 400 Gb/s, in which every receiver takes all
+    of it.
 
-    Within 10 % of six refits that Miles published, of up to eight nodes a side; two over 16 and 32 nodes took 1.7 and 2.2
-    times as long (docs/gpu.md).
+    Within 10 % of six refits that Miles published, of up to eight nodes a side; two over 16 and 32 nodes took 1.7 and
+    2.2 times as long (docs/gpu.md).
 
     Args:
         size: bytes.
-        senders: that have a part each.
+        senders: number of senders, each with a part.
     """
     return size / min(senders * _SENDER, _LINK) + _TENSOR * tensors

@@ -13,7 +13,7 @@ class Questions(BaseDataLoader):
 
     def __init__(self, file: str, is_validate: bool = False) -> None:
         self._file = file
-        super().__init__(is_validate)
+        super().__init__(is_validate=is_validate)
 
     def load(self) -> Sequence[dict[str, Any]]:
         with open(self._file) as lines:

@@ -19,10 +19,10 @@ from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.run import Run, load_run
-from tests.chaos.nursery import Child, Nursery
 from tests.chaos.stand import Server
 from tests.chaos.strikes import PLAN_VARIABLE, Strike
 from tests.chaos.strikes import Plan as StrikePlan
+from tests.fork_server import ForkServer
 
 TASKS, SIZE, ITERATIONS, STALENESS = 3, 2, 4, 1
 SECONDS = 240.0
@@ -34,19 +34,21 @@ class Place:
     """A directory with a policy, a Prefect server, and an engine that takes its time."""
 
     directory: Path
-    nursery: Nursery
+    fork_server: ForkServer
     variables: dict[str, str]
     engine: Server | None = None
 
     def start_engine(self, name: str, median: float) -> Server:
         slow = ["--median", str(median), "--sigma", "0.8", "--refit", "0.05"]
         log = self.directory / f"{name}.log"
-        started = Server(name, ["-m", "benchmarks.timed_engine", *slow], log, "/rh/replicas", nursery=self.nursery)
+        started = Server(
+            name, ["-m", "benchmarks.timed_engine", *slow], log, "/rh/replicas", fork_server=self.fork_server
+        )
         started.start()
         started.wait_until_it_answers()
         return started
 
-    def train(self, run_id: str, strike: Strike | None = None, **keys: object) -> Child:
+    def train(self, run_id: str, strike: Strike | None = None, **keys: object) -> subprocess.Popen[bytes]:
         """Start `roundhouse train`, with a kill planted where there is a strike."""
         path = self.directory / f"{run_id}.yaml"
         path.write_text(yaml.safe_dump(self.settings(run_id) | keys))
@@ -56,7 +58,7 @@ class Place:
             StrikePlan((strike,), self.directory / f"{run_id}-struck").save(plan)
             variables |= {PLAN_VARIABLE: str(plan)}
         module = "tests.chaos.planted" if strike else "roundhouse.cli"
-        return self.nursery.start(module, ["train", str(path)], self.log(run_id), variables)
+        return self.fork_server.start(module, ["train", str(path)], self.log(run_id), variables)
 
     def log(self, run_id: str) -> Path:
         return self.directory / f"{run_id}.log"
@@ -83,6 +85,7 @@ class Place:
             "validation": {"recompute_tolerance": None},
             "evaluation": {"every": 2, "tasks": 2, "before_training": False},
             "asynchrony": {"mode": "batch-async", "staleness": STALENESS},
+            "train": {"optimizer": {"learning_rate": 3e-4}},
             "tracking": {"enabled": False},
             "infra": {"kind": "local", "state": str(self.directory / "state")},
         }
@@ -114,8 +117,8 @@ def opened(directory: Path) -> Iterator[Place]:
         running = services.up(directory / "state" / "services", ("prefect",))
         quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
         variables = os.environ | running.environment() | quiet  # Prefect reads them when it is imported
-        nursery = Nursery(directory / "nursery.log", variables)
-        made = Place(directory, nursery, variables)
+        fork_server = ForkServer.spawn(directory / "fork_server.log", variables)
+        made = Place(directory, fork_server, variables)
         make_starting_policy(small, load(CalculatorEnvironment()), 0, directory / "policy")
         made.engine = made.start_engine("engine", 0.3)
         yield made
@@ -125,4 +128,4 @@ def opened(directory: Path) -> Iterator[Place]:
             if made.engine is not None:
                 made.engine.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends when the machine lets it
-                made.nursery.close()
+                made.fork_server.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from roundhouse.cli.reports import app
+from roundhouse.cli.reports import app, print_symptoms
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import StoreError
 from roundhouse.simulation.doctor import diagnose, load_slope
@@ -138,6 +138,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_predicted_iteration_is_that_of_the_run_with_the_change(name: str, tmp_path: Path) -> None:
     before, after, change = PAIRS[name]
@@ -182,7 +183,7 @@ def test_the_effect_of_load_is_read_from_the_rows_where_there_is_one(tmp_path: P
 
 
 def test_what_cannot_be_diagnosed_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="a diagnosis takes two"):
+    with pytest.raises(StoreError, match="a diagnosis takes two iterations"):
         diagnose(world(tmp_path / "one", slots=4, iterations=1))
     with pytest.raises(StoreError, match="its stages overlap"):
         diagnose(world(tmp_path / "ahead", slots=4, asynchrony={"mode": "batch-async", "staleness": 1}))
@@ -229,6 +230,12 @@ FAILED = {
         ({}, {}, None, None),
         (FAILED | {"failure_detail": "refused"}, {}, "fail with engine_unreachable", "no HTTP server"),
         (
+            FAILED | {"failure_kind": FailureKind.DATA, "failure_code": "verifier_failed"},
+            {},
+            "fail with verifier_failed",
+            "its verifier or the task rows are at fault",
+        ),
+        (
             {"task": TOOLS, "said": '<tool_call>\n{"name": "add"'},
             {},
             "tool calls are not parsed",
@@ -238,6 +245,7 @@ FAILED = {
         ({}, {"validate/token_breaks/merge": 3.0}, "token discontinuity", "merge"),
         ({"reward": 0.0}, {}, "every reward is 0", "verifier returns its default"),
         ({"reward": 0.0, "status": Status.TRUNCATED}, {}, "every reward is 0", "cut off"),
+        ({"status": Status.TRUNCATED}, {}, "many rollouts are truncated", "cut off by a limit"),
         ({"environment_seconds": 0.9}, {}, "slow rollouts", "latency"),
     ],
 )
@@ -254,6 +262,13 @@ def test_each_planted_symptom_is_told_with_its_cause_and_a_remedy_and_a_sound_ru
     assert bool(found) is (symptom is not None)
 
 
+def test_failures_that_depend_on_the_tokens_are_a_symptom(tmp_path: Path) -> None:
+    long = Turn(0, None, [1], 1, "d", [2] * 9, [-0.1] * 9, 0, "stop", 0.1)
+    data = FAILED | {"failure_kind": FailureKind.DATA, "failure_code": "verifier_failed", "turns": [long]}
+    rollouts = [member(sample, **(data if sample < 8 else {})) for sample in range(32)]
+    assert "failures depend on tokens" in [each.symptom for each in symptoms(sick(tmp_path, rollouts))]
+
+
 def test_few_long_rollouts_that_an_iteration_waits_for_are_slow_for_want_of_parallelism(tmp_path: Path) -> None:
     rollouts = [member(sample, seconds=40.0 if sample == 0 else 1.0) for sample in range(16)]
     [found] = symptoms(sick(tmp_path, rollouts))
@@ -267,3 +282,12 @@ def test_the_command_tells_symptoms_of_a_run_whose_times_it_cannot_judge(tmp_pat
     assert shown.exit_code == 0, shown.output
     assert "every reward is 0" in shown.stdout
     assert "nothing to draw durations from" in shown.stdout
+
+
+def test_a_run_prints_its_symptoms_itself_and_a_sound_one_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_symptoms(sick(tmp_path / "sound", [member(sample) for sample in range(4)]))
+    assert capsys.readouterr().out == ""
+    print_symptoms(sick(tmp_path / "cut", [member(sample, reward=0.0, status=Status.TRUNCATED) for sample in range(4)]))
+    assert "→ raise generation.sampling.max_new_tokens" in capsys.readouterr().out

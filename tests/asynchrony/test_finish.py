@@ -16,7 +16,7 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind
 from tests.asynchrony.place import SECONDS, Place
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 QUESTIONS = [f"What is 2*3+{number}?" for number in range(5)]
 

@@ -72,7 +72,7 @@ def run(place: Place) -> Iterator[Run]:
         assert place.train("mixture", **keys).wait(SECONDS) == 0, place.log("mixture").read_text()
         file = str(place.directory / "mixture.yaml")
         for command in (["collect", file, "--name", "again"], ["evaluate", file]):
-            asked = place.nursery.start("roundhouse.cli", command, place.log("mixture-asked"), place.variables)
+            asked = place.fork_server.start("roundhouse.cli", command, place.log("mixture-asked"), place.variables)
             assert asked.wait(SECONDS) == 0, place.log("mixture-asked").read_text()
         yield place.run("mixture")
     finally:

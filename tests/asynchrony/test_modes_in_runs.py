@@ -235,7 +235,7 @@ def test_a_skipped_iteration_takes_its_groups_along_and_the_next_ones_go_on(runs
     run = runs["skips"]
     plan = Plan(run)
     skips = {k: skip.code for k in range(1, ITERATIONS + 1) if (skip := skip_of(run, k)) is not None}
-    assert skips == {SKIPPED: "too_few_rollouts"}
+    assert skips == {SKIPPED: "failing_rollouts"}
     assert run.stage(SKIPPED, "collect").reference() is None
     weights = [read_manifest(run.checkpoint(k).reference()).model_files.named() for k in (SKIPPED - 1, SKIPPED)]
     assert weights[0] == weights[1]

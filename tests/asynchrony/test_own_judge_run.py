@@ -52,7 +52,7 @@ def run(place: Place) -> Iterator[Run]:
         ["-m", "roundhouse.generation.standalone"],
         place.directory / "engine-own-judge.log",
         "/rh/replicas",
-        nursery=place.nursery,
+        fork_server=place.fork_server,
     )
     engine.start()
     engine.wait_until_it_answers()

@@ -42,6 +42,8 @@ from tests.stages.test_interrupted_collect import CALLS, GROUP, GuessedAnswer, G
 from tests.stages.test_interrupted_collect import settings as guessing
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 TASKS, SHARDS, PATIENCE = 4, 2, 90.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,11 +28,14 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest, read_table
 from roundhouse.store.verification import verify
 from roundhouse.trajectories.records import derive_seed
+from tests import fork_server
 from tests.asynchrony.test_rolling_shards import PATIENCE, check_journal, publish
 from tests.asynchrony.test_rolling_shards import threads as threads
 from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
 from tests.stages.test_dynamic_sampling import GROUP, TASKS, sorted_sometimes
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 ITERATIONS = 3
 RUNNERS = {"in process": {}, "shards": {"distribution": {"kind": "process", "shards": 2}}}
@@ -170,7 +172,7 @@ def test_iterations_draw_the_rounds_of_a_synchronous_run_and_train_on_the_groups
     tmp_path: Path, engine: VersionedEngine, synchronous: list[dict[str, Any]], runner: str
 ) -> None:
     """No group of the first round of iteration 1 has spread."""
-    assert [each["sampling"]["rounds"] for each in synchronous] == [3, 3, 3]
+    assert [each["sampling"]["rounds"] for each in synchronous] == [4, 3, 3]
     run = begun(settings(tmp_path, runner))
     loops = Loops(run, engine.url, lambda version: setattr(engine, "version", version))
     for k, expected in enumerate(synchronous, 1):
@@ -218,7 +220,7 @@ def test_a_run_that_is_killed_in_a_second_round_draws_the_same_and_makes_only_wh
     tree = settings(tmp_path, runner) | {"iterations": 1}
     run = begun(tree)
     place, engine.answers = run.location / PLACE, TASKS * GROUP + 5
-    process = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(tree), engine.url], env=os.environ)
+    process = fork_server.start([sys.executable, "-c", KILLED, json.dumps(tree), engine.url], env=os.environ)
     try:
         stage = run.stage(1, "collect").location
         until(lambda: len(written_rollouts(stage)) > TASKS * GROUP)
@@ -241,7 +243,7 @@ def test_a_run_that_is_killed_in_a_second_round_draws_the_same_and_makes_only_wh
     assert dataset(run, 1) == synchronous[0]
     assert len(engine.requests) - asked <= len(synchronous[0]["rollouts"]) - there
     rounds = [event.number for event in check_journal(run) if isinstance(event, happened.RoundStarted)]
-    assert rounds == ([2, 2, 3] if loss == "part" else [2, 3])
+    assert rounds == ([2, 2, 3, 4] if loss == "part" else [2, 3, 4])
     assert verify(str(tmp_path)).problems == []
 
 
@@ -317,4 +319,4 @@ def test_an_attempt_after_one_that_failed_in_its_second_round_repeats_what_faile
     overlap.runner.stop()
     assert dataset(run, 1) == synchronous[0]
     rounds = [event.number for event in check_journal(run) if isinstance(event, happened.RoundStarted)]
-    assert rounds == [2, 2, 3]
+    assert rounds == [2, 2, 3, 4]

@@ -83,7 +83,7 @@ def test_what_can_be_right_is_let_through(algorithm):
 def test_a_loaded_configuration_that_may_be_stale_is_corrected_or_refused():
     asynchrony = {"mode": "batch-async", "staleness": 2}
     assert config(asynchrony=asynchrony).train.algorithm.mismatch_correction == "tis"
-    assert config(asynchrony={"mode": "batch-async"}).train.algorithm.mismatch_correction == "none"
+    assert config(asynchrony={"mode": "batch-async"}).train.algorithm.mismatch_correction == "auto"
     with pytest.raises(ConfigError, match=r"mismatch_correction is none: asynchrony.staleness is 2.*Set it to tis"):
         config({"mismatch_correction": "none"}, asynchrony=asynchrony)
     with pytest.raises(ConfigError, match=r"asynchrony.window is 10 with 4 groups.*Raise it to 4, or set window to 1"):

@@ -32,6 +32,8 @@ from tests.asynchrony.test_rolling_shards import threads as threads
 from tests.stages.test_interrupted_collect import CALLS, GROUP
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 SLOW = (1, "s0002of0002")
 """Groups 2 and 3."""
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.replays.billed import UNRECORDED_SECONDS
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -25,6 +27,7 @@ BY_MAKE = {
     "soak": "--iterations 3 --minutes 5",
     "bench-restart": "--repeats 1 --stages train",
     "bench-gym": "--rollouts 20 --concurrency 8 --repeats 1 --kinds turns=1",
+    "bench-hosted": "--rollouts 20 --repeats 1",
     "bench-journal": "--rollouts 20 --repeats 1",
     "bench-train": "--quick --kind quickstart",
     "bench-packing": "--repeats 1",
@@ -34,7 +37,7 @@ BY_MAKE = {
     "bench-replay": "--rollouts 96 --mutated 8 --triples 2 --iterations 1",
     "bench-bisect": "--healthy 1 --only entropy",
     "bench-doctor": "--iterations 3 --only verifier --pace 0.1",
-    "bench-bill": "--kills 1 --forks 1 --iterations 1",
+    "bench-bill": "--kills 8 --forks 1 --iterations 1 --seed 2",
     "bench-view": "--rollouts 2000 --repeats 1 --no-s3",
     "bench-async": "--iterations 3 --seeds 1",
     "bench-overlap": "--iterations 2 --median 0.5",
@@ -120,20 +123,6 @@ def _ends_with_json(command: list[str], scratch: Path) -> dict:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", [name for name in BY_MAKE if name != "soak"])
-def test_a_target_of_make_runs(target: str, scratch: Path) -> None:
-    _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], scratch)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", BY_SCRIPT)
-def test_a_script_without_a_target_runs(script: str, scratch: Path) -> None:
-    _ends_with_json([sys.executable, str(BENCHMARKS / script), *BY_SCRIPT[script].format(tmp=scratch).split()], scratch)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
     """The one after the other: `bench-pages` opens the run that the soak left."""
@@ -143,6 +132,32 @@ def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
     assert report["failed"] == 0
     assert {"case": "iterations", "value": 3, "unit": ""} in report["results"]
     if shutil.which("chromium") is None:
-        pytest.skip("the soak ran; there is no chromium to open its pages with")
+        pytest.skip("needs chromium to open the pages of the soak: apt-get install chromium")
     arguments = f"--state {kept}/state --run soak --repeats 1"
     _ends_with_json(["make", "-s", "-o", "setup", "bench-pages", f"BENCH_ARGS={arguments}"], scratch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_bill_of_runs_that_are_killed_is_what_engine_and_system_count(scratch: Path) -> None:
+    command = ["make", "-s", "-o", "setup", "bench-bill", f"BENCH_ARGS={BY_MAKE['bench-bill']}"]
+    counted = {each["case"]: each for each in _ends_with_json(command, scratch)["results"]}
+    kills, tokens, seconds = (counted[case] for case in ("kills", "tokens on the bill", "CPU seconds not on the bill"))
+    assert kills["value"] >= 4
+    assert tokens["value"] == tokens["counted"]
+    lost = kills.get("driver", 0) * UNRECORDED_SECONDS / seconds["counted"]
+    assert -0.01 < seconds["value"] < 0.01 + lost
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", [name for name in BY_MAKE if name not in ("soak", "bench-bill")])
+def test_a_target_of_make_runs(target: str, scratch: Path) -> None:
+    _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], scratch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", BY_SCRIPT)
+def test_a_script_without_a_target_runs(script: str, scratch: Path) -> None:
+    _ends_with_json([sys.executable, str(BENCHMARKS / script), *BY_SCRIPT[script].format(tmp=scratch).split()], scratch)

@@ -10,6 +10,15 @@ Invariant: what the upstream holds is only ever what a client sent; the faults l
     lost reply   the request was done, then the connection breaks
     truncated    the request was done, half of the answer's body comes, then the connection breaks
     slow         the answer comes seconds late
+
+Faults that are only planted one by one, since not every client of a campaign can pass them:
+
+    expired          400 ExpiredToken, and 400 without a body to a HEAD
+    portal           200 with a page of HTML, the request was not done
+    damaged          the request was done, one byte of the answer's body differs
+    unconditional    If-None-Match is dropped
+    bare 412         a 412 lacks the <Condition> that S3 gives
+    501, 400         this status, if the request has If-None-Match
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 from collections import Counter
 
 from aiohttp import ClientSession, ClientTimeout, web
@@ -66,20 +76,31 @@ class FaultyS3:
             return _said(500, "InternalError")
         if fault == "throttle":
             return _said(503, "SlowDown")
+        if fault == "expired":
+            return web.Response(status=400) if request.method == "HEAD" else _said(400, "ExpiredToken")
+        if fault == "portal":
+            return web.Response(text="<html><body>Please log in.</body></html>", content_type="text/html")
+        if fault in ("501", "400") and "If-None-Match" in request.headers:
+            return _said(int(fault), "NotImplemented" if fault == "501" else "InvalidArgument")
         if fault == "refused":
             return _break(request)
         if fault == "slow":
             await asyncio.sleep(self._slow_seconds)
+        header = "if-none-match" if fault == "unconditional" else ""
         async with self._http.request(
             request.method,
             f"{self._upstream}{request.raw_path}",
-            headers=request.headers,
+            headers={name: value for name, value in request.headers.items() if name.lower() != header},
             data=await request.read(),
             allow_redirects=False,
         ) as upstream:
             body = await upstream.read()
             headers = {name: value for name, value in upstream.headers.items() if name.lower() not in _HOP}
             status, body = upstream.status, self.told(request, body)
+        if fault == "damaged" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        if fault == "bare 412":
+            body = re.sub(rb"<Condition>.*?</Condition>", b"", body)
         if fault == "lost reply":
             return _break(request)
         if fault == "truncated" and body:

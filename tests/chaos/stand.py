@@ -29,8 +29,8 @@ from roundhouse.environments import load
 from roundhouse.infra import services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.stage import MANIFEST
-from tests.chaos.nursery import Child, Nursery
 from tests.chaos.strikes import PLAN_VARIABLE
+from tests.fork_server import ForkServer
 from tests.ports import free_port
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
@@ -52,8 +52,8 @@ class Server:
     health: str
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
-    process: subprocess.Popen[bytes] | Child | None = None
-    nursery: Nursery | None = None
+    process: subprocess.Popen[bytes] | None = None
+    fork_server: ForkServer | None = None
 
     def __post_init__(self) -> None:
         self.port = free_port()
@@ -70,9 +70,9 @@ class Server:
     def start(self) -> None:
         """Start it, without waiting."""
         environment = os.environ | self.environment
-        if self.nursery is not None:
+        if self.fork_server is not None:
             module, *arguments = self.command[1:]
-            self.process = self.nursery.start(module, [*arguments, "--port", str(self.port)], self.log, environment)
+            self.process = self.fork_server.start(module, [*arguments, "--port", str(self.port)], self.log, environment)
             return
         with self.log.open("ab") as log:
             command = [sys.executable, *self.command, "--port", str(self.port)]
@@ -110,8 +110,8 @@ class Stand:
     tracked: bool
     whole_endpoint: str | None = None
     """Of the bucket, without the faults."""
-    nursery: Nursery | None = None
-    """Where processes are born; None starts each as a new interpreter."""
+    fork_server: ForkServer | None = None
+    """The server that forks processes; None starts each as a new interpreter."""
 
     @property
     def state(self) -> Path:
@@ -136,14 +136,14 @@ class Stand:
         environment: dict[str, str] | None = None,
         module: str | None = None,
         fresh: bool = False,
-    ) -> subprocess.Popen[bytes] | Child:
+    ) -> subprocess.Popen[bytes]:
         """Start `roundhouse train`; with a plan in the environment, the same command with kills planted; else a module that
-        runs the command. `fresh` starts an interpreter even where there is a nursery."""
+        runs the command. `fresh` starts an interpreter even if the stand has a fork server."""
         if module is None and PLAN_VARIABLE in (environment or {}):
             module = "tests.chaos.planted"
         path, variables = self.directory / f"{configuration.stem}.log", os.environ | (environment or {})
-        if self.nursery is not None and not fresh:
-            return self.nursery.start(module or "roundhouse.cli", ["train", str(configuration)], path, variables)
+        if self.fork_server is not None and not fresh:
+            return self.fork_server.start(module or "roundhouse.cli", ["train", str(configuration)], path, variables)
         command = [str(ROUNDHOUSE)] if module is None else [sys.executable, "-m", module]
         with path.open("ab") as log:
             arguments = [*command, "train", str(configuration)]
@@ -240,7 +240,7 @@ def _settings(
         },
         # A failed rollout would change what is learnt, however right it is to go on without it. Here none may be missing.
         "rollout": {"prompts_per_iteration": 4, "group_size": 4, "max_failed_fraction": 0},
-        "train": {"minibatches": 2},
+        "train": {"minibatches": 2, "optimizer": {"learning_rate": 3e-4}},
         "evaluation": {"every": 0, "tasks": 4},
         "checkpoint": {"keep_last": 2},
         "tracking": {"enabled": tracked},
@@ -267,7 +267,7 @@ def stand(
     fresh: bool = False,
 ) -> Iterator[Stand]:
     """A stand with everything up; `tracked` adds MLflow. The store lies in the directory unless another is given. `fresh`
-    starts every process as a new interpreter, else they are forks (`tests.chaos.nursery`)."""
+    starts every process as a new interpreter, else they are forks (`tests.fork_server`)."""
     directory.mkdir(parents=True, exist_ok=True)
     policy = directory / "policy"
     if not policy.exists():
@@ -288,7 +288,9 @@ def stand(
         running = services.up(directory / "state" / "services", wanted)
         if not fresh:
             variables = os.environ | running.environment() | _QUIET
-            built.nursery = engine.nursery = environment.nursery = Nursery(directory / "nursery.log", variables)
+            built.fork_server = engine.fork_server = environment.fork_server = ForkServer.spawn(
+                directory / "fork_server.log", variables
+            )
         for server in (engine, environment):
             server.start()
         for server in (engine, environment):
@@ -298,5 +300,5 @@ def stand(
         services.down(directory / "state" / "services")
         for server in (engine, environment):
             server.stop()
-        if built.nursery is not None:
-            built.nursery.close()
+        if built.fork_server is not None:
+            built.fork_server.close()

@@ -26,7 +26,7 @@ from tests.chaos.strikes import Operation, Strike, by_trainer_process, draw_stri
 from tests.chaos.trial import Kill, Trial, draw_kills, play
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos.rank_kills import campaign
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # eight starts of ranks, each with the product's own limit of 300 s

@@ -12,6 +12,8 @@ import pytest
 from benchmarks.soak import A_DAY, CASES, judge
 from benchmarks.trend import trend
 
+pytestmark = pytest.mark.real
+
 SERIES = [case.name for case in CASES]
 
 

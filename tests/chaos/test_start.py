@@ -12,12 +12,14 @@ import pytest
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 
-import flows._prefect.tuning  # noqa: F401 - before all else of Prefect
-from flows.iteration import iteration
-from flows.on_demand import collect, evaluate
-from flows.train import train, train_offline
+import roundhouse_flows._prefect.tuning  # noqa: F401 - before all else of Prefect
 from roundhouse.config.loading import load_config
 from roundhouse.imports import gc_paused, hide_packages
+from roundhouse_flows.iteration import iteration
+from roundhouse_flows.on_demand import collect, evaluate
+from roundhouse_flows.train import train, train_offline
+
+pytestmark = pytest.mark.real
 
 _TOLD = "import sys, json; print(json.dumps([name for name in %r if name in sys.modules]))"
 HEAVY = ("torch", "transformers", "mlflow", "pandas", "sklearn", "ray", "vllm", "scipy")
@@ -32,8 +34,8 @@ def imported_by(code: str) -> list[str]:
 
 
 def test_the_train_flow_imports_none_of_the_heavy_libraries_before_a_stage_needs_them() -> None:
-    assert imported_by("import roundhouse.cli, flows._prefect.tuning, flows.train") == []
-    assert imported_by("import flows._prefect.tuning, flows.train, pandas") == ["pandas"]
+    assert imported_by("import roundhouse.cli, roundhouse_flows._prefect.tuning, roundhouse_flows.train") == []
+    assert imported_by("import roundhouse_flows._prefect.tuning, roundhouse_flows.train, pandas") == ["pandas"]
 
 
 MODEL = {

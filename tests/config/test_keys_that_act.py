@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,8 +15,6 @@ from unittest import mock
 import pytest
 from mlflow.system_metrics import system_metrics_monitor
 
-from flows import between_iterations, train
-from flows.iteration import is_evaluated
 from roundhouse.cli.reports import run_cost
 from roundhouse.collection import sharded_attempt
 from roundhouse.collection.collector import refuse_many_failures
@@ -26,24 +25,28 @@ from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import AlertsConfig
 from roundhouse.config.rollout import JobShards, RetryPolicy, RolloutConfig, ValidationConfig
 from roundhouse.config.training import ProcessService
-from roundhouse.errors import InfraError, TooFewRollouts, TooFewSequences
-from roundhouse.health.errors import KL, MISMATCH, REWARD, new_alerts
+from roundhouse.errors import BudgetReached, FailingRollouts, InfraError, TooFewRollouts, TooFewSequences
+from roundhouse.health.errors import KL, REWARD, new_alerts
+from roundhouse.health.policy import Kind, kind_of
 from roundhouse.infra import services
 from roundhouse.infra.kubernetes.job_status import JobDeadlines, Waiting
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import ShardJob, TrainJob
 from roundhouse.rollout.protocol import retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
-from roundhouse.stages.cost import BudgetReached, iteration_cost
+from roundhouse.stages.cost import budget_of, iteration_cost, over_budget, totals_after
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.validate import _refuse_too_few
+from roundhouse.store.directories import CACHE_VARIABLE
 from roundhouse.store.run import open_run
 from roundhouse.tracking import tracker
 from roundhouse.tracking.mlflow import MlflowRun
 from roundhouse.trajectories import validation as trajectories
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.validation import CollectionLimits
-from tasks import health
+from roundhouse_flows import between_iterations, train
+from roundhouse_flows.iteration import is_evaluated
+from roundhouse_tasks import health
 from tests.gym.playground import spec_of
 from tests.k8s.test_pod_settings import gym_job
 from tests.trajectories.rollouts import rollout
@@ -104,6 +107,22 @@ def test_how_many_rollouts_may_fail() -> None:
         refuse_many_failures([failed, *rollouts], RolloutConfig(max_failed_fraction=0.05), "http://engine")
 
 
+def test_failures_that_repeat_are_not_retried() -> None:
+    failed = [
+        Rollout("t", number, {}, "e", Status.FAILED, failure_kind=FailureKind.DATA, failure_code="bad_reward")
+        for number in range(2)
+    ]
+    with pytest.raises(
+        FailingRollouts, match=r"2 of 2 rollouts failed.*The first: bad_reward.*correct the cause"
+    ) as raised:
+        refuse_many_failures(failed, RolloutConfig(), "http://engine")
+    assert kind_of(raised.value) is Kind.DATA
+    failed[1].failure_kind = FailureKind.INFRA
+    with pytest.raises(TooFewRollouts) as mixed:
+        refuse_many_failures(failed, RolloutConfig(), "http://engine")
+    assert kind_of(mixed.value) is Kind.INFRA
+
+
 @pytest.mark.parametrize("fraction", [0.25, 0.75])
 def test_how_much_of_a_group_must_be_left(fraction: float) -> None:
     rollouts = [rollout(sample=number) for number in range(4)]
@@ -131,21 +150,12 @@ def test_how_much_of_an_iteration_must_be_left(limit: Tree) -> None:
 # What is told ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "metric", "numbers"),
-    [
-        ("reward_below_best", 0.9, REWARD, [1.0, 0.8]),
-        ("reward_below_best", None, REWARD, [1.0, 0.1]),
-        ("reward_drop", 0.1, REWARD, [1.0, 0.8]),
-        ("reward_window", 3, REWARD, [1.0, 0.1]),
-        ("kl_above", 0.1, KL, [0.05, 0.2]),
-        ("mismatch_above", 1.01, MISMATCH, [1.0, 1.02]),
-    ],
-)
-def test_when_an_alert_is_told(key: str, value: Any, metric: str, numbers: list[float]) -> None:
-    history = [{metric: number} for number in numbers]
-    plain = new_alerts(AlertsConfig(reward_window=1), history)
-    assert bool(new_alerts(AlertsConfig(**{"reward_window": 1} | {key: value}), history)) is not bool(plain)
+def test_how_far_a_reward_may_fall_below_its_best() -> None:
+    def alerts(*rewards: float, **keys: Any) -> int:
+        return len(new_alerts(AlertsConfig(reward_window=1, **keys), [{REWARD: reward} for reward in rewards]))
+
+    assert (alerts(1.0, 0.8), alerts(1.0, 0.8, reward_below_best=0.9)) == (0, 1)
+    assert (alerts(1.0, 0.1), alerts(1.0, 0.1, reward_below_best=None)) == (1, 0)
 
 
 EVALUATED: Tree = {
@@ -266,11 +276,14 @@ def test_what_a_run_does_while_a_question_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pending: str
 ) -> None:
     suspended = mock.Mock()
-    monkeypatch.setattr(between_iterations, "_open_after_settling", lambda run: [mock.Mock(version=1)])
+    monkeypatch.setattr(between_iterations, "open_questions", lambda run: [mock.Mock(version=1)])
+    for name in ("settle_expired", "put_to_prefect", "tell"):
+        monkeypatch.setattr(between_iterations, name, lambda *given: None)
     monkeypatch.setattr(between_iterations, "is_deployed", lambda: True)
     monkeypatch.setattr(between_iterations, "suspend_flow_run", suspended)
     approval = {"required": True, "while_pending": pending}
-    between_iterations._ask_for_approval(open_run(config(store=str(tmp_path), evaluation={"approval": approval})), 2)
+    run = open_run(config(store=str(tmp_path), evaluation={"approval": approval}))
+    between_iterations.before_iteration(run, 1)
     assert suspended.called is (pending == "block")
 
 
@@ -328,6 +341,17 @@ def test_prices_and_their_currency(tmp_path: Path) -> None:
     assert run_cost(open_run(given))["currency"] == "EUR"
 
 
+def test_every_limit_of_a_budget_is_held(tmp_path: Path) -> None:
+    metrics = ("time/iteration", "cost/gpu_seconds", "cost/cpu_seconds", "cost/generated_tokens", "cost/total")
+    used = totals_after({}, dict.fromkeys(metrics, 1e9))
+    for limit in ("wall_hours", "gpu_hours", "cpu_hours", "generated_tokens", "money"):
+        run = open_run(
+            parse_config({"run_id": limit.replace("_", "-"), "store": str(tmp_path), "cost": {"budget": {limit: 1.0}}})
+        )
+        [line] = over_budget(budget_of(run), used)
+        assert f"cost.budget.{limit}=1 are used" in line
+
+
 @pytest.mark.parametrize("reached", ["pause", "stop"])
 def test_what_happens_when_the_budget_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str) -> None:
     class Paused(Exception):
@@ -339,7 +363,7 @@ def test_what_happens_when_the_budget_is_used_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(between_iterations, "is_deployed", lambda: True)
     monkeypatch.setattr(between_iterations, "suspend_flow_run", mock.Mock(side_effect=Paused))
     with pytest.raises(Paused if reached == "pause" else BudgetReached):
-        between_iterations._stay_within_budget(run, 1)
+        between_iterations.before_iteration(run, 1)
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
@@ -413,6 +437,7 @@ def test_where_a_run_keeps_its_state_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, infra: Tree
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(CACHE_VARIABLE)
     state = tmp_path / "state"
     policy = {"kind": "warm_start", "steps": 1, "hidden_size": 16, "layers": 1, "intermediate_size": 16}
     generation = {"engine_url": "http://engine:9000"}
@@ -429,3 +454,17 @@ def test_how_long_local_services_may_take(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InterruptedError), services.services_of(config(infra={"start_timeout_seconds": 77})):
         pass
     assert asked.call_args.kwargs["time_limit"] == 77
+
+
+def test_a_run_leaves_the_environment_of_its_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = mock.Mock(state=None, is_coming=lambda name: False)
+    running.environment.return_value = {"RAY_ADDRESS": "127.0.0.1:9", "PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    monkeypatch.setattr(services, "local_services", lambda *_, **options: nullcontext(running))
+    monkeypatch.setenv("RAY_ADDRESS", "of the user")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = dict(os.environ)
+    generation = {"engine_url": "http://engine:9000"}
+    with services.services_of(config(generation=generation, tracking={"enabled": False})):
+        inside = {name: os.environ[name] for name in ("RAY_ADDRESS", "PREFECT_API_URL", "OMP_NUM_THREADS")}
+        assert inside == running.environment.return_value | {"OMP_NUM_THREADS": "3"}
+    assert dict(os.environ) == before

@@ -1,6 +1,5 @@
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flows import forms
+from roundhouse import plugins
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.loading import (
     apply_override,
     changes_of_identity,
@@ -18,12 +18,13 @@ from roundhouse.config.loading import (
     differences,
     load_config,
     parse_config,
-    unnamed_code,
 )
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.config.training import ProcessService
 from roundhouse.config.yaml_text import in_words
 from roundhouse.errors import ConfigError
+from roundhouse_flows import forms
+from tests import fork_server
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -140,7 +141,16 @@ def test_a_directory_keeps_its_whole_name_and_an_error_shows_variables_as_they_a
             },
             "rollout.system_prompt is set, but environment.kind is command",
         ),
+        (
+            {
+                "rollout": {"cut_replies": "return"},
+                "environment": {"kind": "command", "command": ["run"], "train_tasks": "a.jsonl"},
+            },
+            "rollout.cut_replies is return, but environment.kind is command",
+        ),
         ({"seed": "many"}, "seed"),
+        ({"rollout": {"timeout_seconds": 1e300}}, "rollout: timeout_seconds is 1e.300: the longest time"),
+        ({"failures": {"stall_seconds": 10**10}}, "failures: stall_seconds is 1e.10: the longest time"),
     ],
 )
 def test_impossible_values_and_combinations_are_refused_by_name(tree: dict, names: str) -> None:
@@ -151,6 +161,12 @@ def test_impossible_values_and_combinations_are_refused_by_name(tree: dict, name
 def test_a_missing_file_lists_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"No configuration file nowhere\.yaml"):
         load_config("nowhere.yaml")
+
+
+def test_a_directory_is_refused_with_the_configurations_in_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(ConfigError, match=rf"There are: {re.escape(str(tmp_path))}/run\.yaml"):
+        load_config(tmp_path)
 
 
 def test_the_resolved_configuration_reads_back_to_the_same_digest(tmp_path: Path) -> None:
@@ -173,15 +189,15 @@ def test_differences_name_the_keys_that_changed() -> None:
         ({"run_id": "my run"}, "run_id: must be small letters, digits, '.', '_' and '-', beginning"),
         (
             {"run_id": "a", "environment": {"kind": "calculater"}},
-            "environment.kind: 'calculater' is none. Did you mean 'calculator'? There are: calc",
+            "environment.kind: 'calculater' is unknown. Did you mean 'calculator'? There are: calc",
         ),
         (
             {"run_id": "a", "train": {"algorithm": {"kind": "grpoo"}}},
-            "train.algorithm.kind: 'grpoo' is none. Did you mean 'grpo'?",
+            "train.algorithm.kind: 'grpoo' is unknown. Did you mean 'grpo'?",
         ),
         (
             {"run_id": "a", "policy": {"kind": "?"}},
-            "policy.kind: '?' is none. There are: pretrained, bundled, warm_start.",
+            "policy.kind: '?' is unknown. There are: pretrained, bundled, warm_start.",
         ),
     ],
 )
@@ -259,7 +275,7 @@ def test_a_file_that_is_not_utf_8_ends_the_command_with_the_code_of_a_configurat
     file = tmp_path / "latin.yaml"
     file.write_bytes("run_id: a  # Größe".encode("latin-1"))
     command = [sys.executable, "-c", "from roundhouse.cli import main; main()", "train", str(file), "--dry-run"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+    ended = fork_server.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
     assert ended.returncode == 78, ended.stderr
     assert "latin.yaml is not UTF-8 text: byte 0xf6 at offset 15" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -324,6 +340,26 @@ def test_other_arguments_reach_vllm() -> None:
 def test_an_argument_that_the_transformers_backend_would_not_use_is_refused() -> None:
     with pytest.raises(ValueError, match="knows only max_num_seqs"):
         GenerationConfig(backend="transformers", engine_args={"enforce_eager": True})
+
+
+def test_no_transport_is_imported_for_a_stored_run_or_for_a_trainer_that_generates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`runs list` took four times as long with one such run, since it imported torch."""
+    imported: list[str] = []
+
+    def load(role: plugins.Role, name: str) -> Any:
+        imported.append(name)
+        return factory(role, name)
+
+    factory = plugins.factory
+    monkeypatch.setattr(plugins, "factory", load)
+    service = {"train": {"service": {"kind": "resident"}}}
+    parse_config({"run_id": "r", "generation": {"backend": "trainer"}} | service)
+    parse_config({"run_id": "r", "generation": {"weight_sync": "delta"}}, recorded=True)
+    assert imported == []
+    parse_config({"run_id": "r", "generation": {"weight_sync": "delta"}})
+    assert imported == ["delta"]
 
 
 def test_a_run_that_a_store_holds_stays_readable() -> None:
@@ -468,6 +504,8 @@ def test_a_replica_of_the_trainer_may_be_a_ray_node() -> None:
         ({"infra": {"state": "elsewhere"}, "evaluation": {"approval": {"required": True}}}, []),
         ({"iterations": 9, "train": {"minibatches": 2, "threads": 1}}, ["train.minibatches"]),
         ({"evaluation": {"every": 1, "tasks": 3}}, ["evaluation.tasks"]),
+        ({"train": {"tokens_per_microbatch": 512, "logits_chunk_tokens": 64, "activation_checkpointing": True}}, []),
+        ({"train": {"reduce_gradients": "microbatch", "packing": False}}, ["train.packing"]),
     ],
 )
 def test_only_keys_that_are_not_marked_operational_make_another_run(changed: dict, other: list[str]) -> None:

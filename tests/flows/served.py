@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.store.run import Run, load_run
+from tests import fork_server
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -34,7 +34,7 @@ PRESET = {
     "run_id": "small",
     "iterations": 16,
     "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_turns": 2},
-    "train": {"minibatches": 1, "threads": 1, "device": "cpu"},
+    "train": {"minibatches": 1, "threads": 1, "device": "cpu", "optimizer": {"learning_rate": 3e-4}},
     "evaluation": {"every": 0, "tasks": 2},
     "tracking": {"enabled": False, "labels": {"team": "search"}},
 }
@@ -113,7 +113,9 @@ class Served:
     def wait(self, flow_run: str, *wanted: str) -> dict[str, Any]:
         """The flow run, once its state is one of those."""
         until(
-            lambda: self.state(flow_run) in wanted, f"{wanted} of {flow_run}", evidence=lambda: self._evidence(flow_run)
+            lambda: self.state(flow_run) in wanted,
+            f"{wanted} of {flow_run}",
+            evidence=lambda: self.evidence_of(flow_run),
         )
         return self.call("GET", f"flow_runs/{flow_run}")
 
@@ -123,7 +125,7 @@ class Served:
             recursive=True
         )
 
-    def _evidence(self, flow_run: str) -> str:
+    def evidence_of(self, flow_run: str) -> str:
         log = self.services.state.log("deployments").read_text()[-6000:]
         return f"{self.call('GET', f'flow_runs/{flow_run}')['state']}\n{log}"
 
@@ -145,7 +147,7 @@ def serving(directory: Path) -> Iterator[Served]:
     state = directory / "state" / "services"
     command = [sys.executable, "-m", "roundhouse.generation.standalone", "--port", str(port)]
     with (directory / "engine.log").open("wb") as log:
-        engine = subprocess.Popen(command, stdout=log, stderr=log)
+        engine = fork_server.start(command, stdout=log, stderr=log)
     before = os.environ.get("ROUNDHOUSE_PRESETS")
     os.environ["ROUNDHOUSE_PRESETS"] = str(directory / "presets")
     try:

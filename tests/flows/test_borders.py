@@ -12,11 +12,14 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Suspended
 
-from flows._prefect import suspension
-from flows._prefect.suspension import heed_suspension
+from roundhouse_flows._prefect import suspension
+from roundhouse_flows._prefect.suspension import heed_suspension
 from tests.flows.served import Served
 
+pytestmark = pytest.mark.real
 
+
+@pytest.mark.smoke("Prefect")
 def test_a_suspended_flow_run_rests_at_the_border_whoever_has_told_it(
     prefect_client: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

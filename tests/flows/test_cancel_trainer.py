@@ -30,7 +30,7 @@ def test_cancel_ends_a_trainer_that_is_a_process_of_its_own_and_another_flow_run
 ) -> None:
     overrides = ["train.service.kind=process", "evaluation.before_training=false"]
     flow_run = served.start("train", preset="small", run_id="with-trainer", iterations=1000, overrides=overrides)
-    until(lambda: bool(trainers(served)), "a trainer's process", evidence=lambda: served._evidence(flow_run))
+    until(lambda: bool(trainers(served)), "a trainer's process", evidence=lambda: served.evidence_of(flow_run))
     seen = served.processes()
     served.ask(flow_run, type="CANCELLING")
     until(lambda: served.state(flow_run) == "CANCELLED", "the cancelled state")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flows import controls
 from roundhouse.store.run import Run
 from roundhouse.store.stage import MANIFEST, read_manifest
+from roundhouse_flows import controls
 from tests.flows.served import Served
 from tests.waiting import until
 
@@ -116,9 +116,11 @@ def test_a_fork_from_the_form_trains_on_from_the_parents_iteration(story: Story)
 def _pause_and_resume(told: Story) -> None:
     served = told.served
     flow_run = served.start("train", preset="small", run_id=RUN, iterations=LONG, overrides=["resume.mode=disable"])
-    until(lambda: _reported(served, 1), "the first iteration", evidence=lambda: served._evidence(flow_run))
+    until(lambda: _reported(served, 1), "the first iteration", evidence=lambda: served.evidence_of(flow_run))
     served.ask(flow_run, type="PAUSED", name="Suspended", state_details={"pause_reschedule": True})
-    until(lambda: not served.processes(), "the end of the paused process", evidence=lambda: served._evidence(flow_run))
+    until(
+        lambda: not served.processes(), "the end of the paused process", evidence=lambda: served.evidence_of(flow_run)
+    )
     told.paused = served.call("GET", f"flow_runs/{flow_run}")
     told.processes_in_pause = len(served.processes())
     told.paused_at = _finished(served.run(RUN))
@@ -146,7 +148,7 @@ def _cancel_and_run_again(told: Story) -> None:
     until(
         lambda: _reported(served, told.faulty),
         "the iteration that had failed",
-        evidence=lambda: served._evidence(flow_run),
+        evidence=lambda: served.evidence_of(flow_run),
     )
     processes = served.processes()
     asked = time.monotonic()

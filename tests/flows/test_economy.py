@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from prefect.settings import get_current_settings
 
-from flows._prefect import tuning
+from roundhouse_flows._prefect import tuning
 
 PREFECT_PAUSE = 2.0
 """Seconds that Prefect's client waits before it asks a second time, four the third time."""
@@ -97,3 +98,13 @@ def test_a_pause_that_the_server_names_is_kept(busy: Busy, pauses: list[float]) 
     ask("sync", f"http://127.0.0.1:{busy.server_port}")
     assert len(pauses) == 1
     assert pauses[0] >= 7
+
+
+def test_a_flow_runs_at_the_server_of_the_environment_also_if_prefect_was_imported_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    server = tuning.tagged(lambda: get_current_settings().api.url, "tag")
+    assert server() == "http://127.0.0.1:1/api"
+    monkeypatch.delenv("PREFECT_API_URL")
+    assert server() is None

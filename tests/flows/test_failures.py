@@ -15,7 +15,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.events.worker import EventsWorker
 
-from flows.iteration import carry_out
 from roundhouse.activity import ACTIVITY, Stalled, run_interruptible
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -23,12 +22,13 @@ from roundhouse.errors import ConfigError, DataError, DiskFull, InfraError
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.store.run import Run, open_run, skip_of
 from roundhouse.store.stage import Reference
-from tasks.health import heartbeat, reporter_of
-from tasks.options import stage_task
+from roundhouse_flows.iteration import carry_out
+from roundhouse_tasks.health import heartbeat, reporter_of
+from roundhouse_tasks.options import stage_task
 from tests.stages.test_checkpoint import model_directory, trained
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("prefect_client")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("prefect_client")]
 
 
 @pytest.fixture

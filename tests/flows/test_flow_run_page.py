@@ -21,19 +21,21 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Cancelled, Scheduled, Suspended
 
-from flows import controls
-from flows._prefect.delivery import deliver_queued_records
-from flows._prefect.suspension import lasting_suspensions
-from flows.prefect_log import ENDED, FIGURES, reports_to_prefect
 from roundhouse.activity import announce
 from roundhouse.config.loading import parse_config
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of
-from tasks import report, stages
+from roundhouse_flows import controls
+from roundhouse_flows._prefect.delivery import deliver_queued_records
+from roundhouse_flows._prefect.suspension import lasting_suspensions
+from roundhouse_flows.prefect_log import ENDED, FIGURES, reports_to_prefect
+from roundhouse_tasks import report, stages
 from tests.flows.served import Served
-from tests.query.stores import write_run
+from tests.sql.stores import write_run
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 DIALOG_SECONDS = 300
 """What the page's *Suspend* proposes."""

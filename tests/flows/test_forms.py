@@ -11,7 +11,12 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from flows.forms import (
+from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
+from roundhouse.config.loading import flatten, load_config, parse_config
+from roundhouse.errors import ConfigError, StoreError
+from roundhouse.infra.consents import record_consent
+from roundhouse.store.run import Run, open_run
+from roundhouse_flows.forms import (
     ApproveForm,
     CollectForm,
     EvaluateForm,
@@ -22,10 +27,6 @@ from flows.forms import (
     preset_names,
     presets_directory,
 )
-from roundhouse.config.algorithms import CrossEntropyConfig, GRPOConfig
-from roundhouse.config.loading import flatten, load_config, parse_config
-from roundhouse.errors import ConfigError, StoreError
-from roundhouse.store.run import Run, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_the_schema_refuses_an_override_of_no_section_before_there_is_a_flow_run
 def test_a_flow_run_with_a_bad_override_fails_before_anything_is_started_or_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows import deployments
+    from roundhouse_flows import deployments
 
     monkeypatch.setenv("ROUNDHOUSE_PRESETS", str(presets_directory().resolve()))
     monkeypatch.chdir(tmp_path)
@@ -192,3 +193,38 @@ def test_rejection_learns_the_best_that_reach_a_threshold(parent: Run) -> None:
 def test_a_collection_names_one_checkpoint() -> None:
     with pytest.raises(ValidationError, match="name one of them"):
         CollectForm(run_id="r", version=3, checkpoint="promoted")
+
+
+def test_a_form_or_schedule_of_a_stored_run_executes_only_accepted_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_STATE", str(tmp_path))
+    (tmp_path / "world.py").touch()
+    target = f"{tmp_path}/world.py:World"
+    environment = {"kind": "custom", "target": target}
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path / "store"), "environment": environment}))
+    form = CollectForm(run_id="r", store=str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=f"environment.target: {target}"):
+        form.accepted()
+    with pytest.raises(ConfigError, match=f"environment.target: {target}"):
+        ReplayForm(run_id="r", store=form.store, first=1).replay()
+    assert form.model_copy(update={"overrides": [f"environment.target={target}"]}).accepted().run_id == "r"
+    record_consent(run.config)
+    assert form.accepted().run_id == "r"
+
+
+def test_a_form_accepts_what_a_preset_of_its_deployment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod of a flow run has no consents of earlier ones."""
+    monkeypatch.setenv("ROUNDHOUSE_STATE", str(tmp_path))
+    monkeypatch.setenv("ROUNDHOUSE_PRESETS", str(tmp_path))
+    infra = "infra: {kind: kubernetes, store_claim: c, state: /scratch/state, environment: {AWS_REGION: a}}\n"
+    (tmp_path / "production.yaml").write_text(f"run_id: edit-me\n{infra}")
+    (tmp_path / "broken.yaml").write_text("run_id: edit-me\nseed: ${NOT_SET_ANYWHERE}\n")
+    store = str(tmp_path / "store")
+    config = load_config(tmp_path / "production.yaml", ["run_id=r", f"store={store}"])
+    open_run(config)
+    assert CollectForm(run_id="r", store=store).accepted().run_id == "r"
+    open_run(parse_config(config.model_dump(mode="json") | {"run_id": "s", "tracking": {"uri": "http://theirs"}}))
+    with pytest.raises(ConfigError, match=r"tracking\.uri: http://theirs") as refused:
+        CollectForm(run_id="s", store=store).accepted()
+    assert "infra.environment" not in str(refused.value)

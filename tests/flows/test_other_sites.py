@@ -17,7 +17,7 @@ import pytest
 
 from tests.flows.served import Served
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 # What each got to know.
 ATTACKS = {

@@ -46,16 +46,18 @@ class Story:
 def story(served: Served) -> Story:
     told = Story(served)
     flow_run = served.start("train", preset="small", run_id=RUN, overrides=LONG)
-    until(lambda: _overlaps(served, 1), "collect 2 under way, 1 trained", evidence=lambda: served._evidence(flow_run))
+    until(lambda: _overlaps(served, 1), "collect 2 under way, 1 trained", evidence=lambda: served.evidence_of(flow_run))
     served.ask(flow_run, type="PAUSED", name="Suspended", state_details={"pause_reschedule": True})
-    until(lambda: not served.processes(), "the end of the paused process", evidence=lambda: served._evidence(flow_run))
+    until(
+        lambda: not served.processes(), "the end of the paused process", evidence=lambda: served.evidence_of(flow_run)
+    )
     told.paused = served.call("GET", f"flow_runs/{flow_run}")
     told.complete_in_pause = _complete(served)
     # an iteration that the pause met stands in Prefect as at work, until the run goes on: its own task runs do not
     until(
         lambda: all(name.startswith("iteration-") for name in _at_work(served, "task_runs")),
         "Prefect's record of the end of the task runs, which comes after them",
-        evidence=lambda: served._evidence(flow_run),
+        evidence=lambda: served.evidence_of(flow_run),
     )
 
     served.call("POST", f"flow_runs/{flow_run}/resume")
@@ -63,7 +65,7 @@ def story(served: Served) -> Story:
     until(
         lambda: _overlaps(served, reached + 1),
         "another step, and collecting beside it",
-        evidence=lambda: served._evidence(flow_run),
+        evidence=lambda: served.evidence_of(flow_run),
     )
     processes = served.processes()
     served.ask(flow_run, type="CANCELLING")

@@ -1,4 +1,4 @@
-"""A stage of one's own takes three files: what it commits, its task in Prefect, and where an iteration calls it."""
+"""A function of the configuration is a stage of each iteration."""
 
 from __future__ import annotations
 
@@ -8,49 +8,24 @@ from typing import Any
 import pytest
 from prefect import flow
 
-from flows import iteration as flows_iteration
-from flows.iteration import Source, iteration
 from roundhouse.config.loading import parse_config
-from roundhouse.imports import load_class
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.report import iteration_manifests, iteration_metrics, iteration_page
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from roundhouse_flows import iteration as flows_iteration
+from roundhouse_flows.iteration import Synchronous, iteration
 from tests.stages.test_checkpoint import model_directory, trained
 
-pytestmark = pytest.mark.usefixtures("prefect_client")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("prefect_client")]
 
-FILES = {
-    "own_stage.py": """
-def measure_difficulty(run, iteration, sequences):
-    stage = run.stage(iteration, "difficulty")
-    if (done := stage.reference()) is not None:
-        return done
-    attempt = run.begin(stage, policy_version=iteration - 1)
-    return attempt.commit(inputs={"sequences": sequences}, metrics={"difficulty/mean": 0.25})
-""",
-    "own_task.py": """
-from own_stage import measure_difficulty
-from tasks.options import stage_task
-
-difficulty = stage_task(name="difficulty", task_run_name="difficulty {iteration}")(measure_difficulty)
-""",
-    "own_source.py": """
-from contextlib import contextmanager
-
-from flows.iteration import Synchronous
-from own_task import difficulty
-
-
-class Measured(Synchronous):
-    @contextmanager
-    def sequences(self, run, k, base):
-        with super().sequences(run, k, base) as sequences:
-            difficulty(run, k, sequences)
-            yield sequences
-""",
-}
+OWN_STAGE = """
+def difficulty(run, iteration, sequences):
+    with open("calls.txt", "a") as file:
+        file.write(f"{iteration} {sequences.kind}\\n")
+    return {"mean": 0.25}
+"""
 
 
 def committed(kind: str) -> Any:
@@ -66,18 +41,17 @@ def committed(kind: str) -> Any:
     return carry_out
 
 
-def test_a_stage_from_outside_is_in_the_iteration_its_report_and_its_page(
+def test_a_stage_of_the_configuration_is_in_the_iteration_its_report_and_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    source: Source = load_class("own_source:Measured", object, "source")()  # type: ignore[assignment]
+    (tmp_path / "own_stage.py").write_text(OWN_STAGE)
+    monkeypatch.chdir(tmp_path)
     tree = {
         "run_id": "own",
         "store": str(tmp_path / "store"),
         "tracking": {"enabled": False},
         "evaluation": {"every": 0},
+        "stages": {"after_validate": ["own_stage.py:difficulty"]},
     }
     run = open_run(parse_config(tree | {"iterations": 3}))
     publish_starting_policy(run, model_directory(tmp_path / "0"), {})
@@ -89,7 +63,7 @@ def test_a_stage_from_outside_is_in_the_iteration_its_report_and_its_page(
 
     @flow
     def training() -> None:
-        with flows_iteration.iterating_on(source):
+        with flows_iteration.iterating_on(Synchronous()):
             iteration(run.config, 1)
             # A run of several iterations is opened by the flow around them, once
             monkeypatch.setattr(flows_iteration, "open_run", None)
@@ -102,3 +76,4 @@ def test_a_stage_from_outside_is_in_the_iteration_its_report_and_its_page(
     assert iteration_metrics(manifests)["difficulty/mean"] == 0.25
     assert set(manifests["report"].inputs) >= {"validate", "train", "difficulty"}
     assert "| difficulty |" in iteration_page(run, 1, manifests)
+    assert Path("calls.txt").read_text() == "1 validate\n2 validate\n"

@@ -15,14 +15,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prefect.server.api.server import custom_internal_exception_handler
 
-from flows._prefect.server import AsksAgain
+from roundhouse_flows._prefect.server import AsksAgain
+
+pytestmark = pytest.mark.real
 
 WAITS_SECONDS = 6.0
 PROGRAM = f"""
 import sqlite3, sys, threading, time
 path = sys.argv[1]
 if sys.argv[2] == "elsewhere":
-    from flows._prefect.server import collect_garbage_elsewhere
+    from roundhouse_flows._prefect.server import collect_garbage_elsewhere
     collect_garbage_elsewhere()
 holder = sqlite3.connect(path, isolation_level=None)
 holder.execute("CREATE TABLE t (x)")
@@ -71,7 +73,7 @@ def test_garbage_that_waits_for_a_connection_holds_up_only_the_thread_that_colle
 def test_the_server_collects_garbage_in_a_thread_of_its_own(tmp_path: Path) -> None:
     program = """
 import gc, threading, time, weakref
-from flows._prefect import server
+from roundhouse_flows._prefect import server
 class Node: pass
 server.collect_garbage_elsewhere()
 assert not gc.isenabled()
@@ -153,7 +155,7 @@ async def test_an_answer_that_the_server_is_not_ready_is_passed_on() -> None:
 
 def test_the_servers_command_starts_the_server_that_asks_again_and_is_no_other_sites() -> None:
     program = """
-from flows._prefect import server
+from roundhouse_flows._prefect import server
 server.wrap_server()
 from prefect.server.api.server import create_app
 app = create_app(ephemeral=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pkgutil
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -23,16 +22,19 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.states import Running, Suspended
 
-import flows._prefect
-from flows._prefect.reruns import pin_subflow_index
+import roundhouse_flows._prefect
+from roundhouse_flows._prefect.reruns import pin_subflow_index
+from tests import fork_server
 from tests.flows.served import Served
+
+pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
 
 
 def printed(program: str, **variables: str) -> list[str]:
     """The words that a Python program prints."""
-    ended = subprocess.run(
+    ended = fork_server.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -49,24 +51,26 @@ def child(number: int) -> int:
 
 
 def test_the_installed_prefect_is_the_one_that_the_workarounds_were_checked_with() -> None:
-    assert version("prefect") == flows._prefect.CHECKED_WITH
+    assert version("prefect") == roundhouse_flows._prefect.CHECKED_WITH
 
 
 def test_another_prefect_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "99.0")
     with pytest.warns(RuntimeWarning, match=r"Prefect 99\.0 is installed"):
-        reload(flows._prefect)
+        reload(roundhouse_flows._prefect)
     monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reload(flows._prefect)
+        reload(roundhouse_flows._prefect)
 
 
 def test_each_module_is_in_the_table_of_workarounds() -> None:
-    modules = {path.stem for path in Path(flows._prefect.__file__).parent.glob("*.py")} - {"__init__"}
-    rows = [line.split("`")[1] for line in (flows._prefect.__doc__ or "").splitlines() if line.startswith("| `")]
+    modules = {path.stem for path in Path(roundhouse_flows._prefect.__file__).parent.glob("*.py")} - {"__init__"}
+    rows = [
+        line.split("`")[1] for line in (roundhouse_flows._prefect.__doc__ or "").splitlines() if line.startswith("| `")
+    ]
     assert sorted(rows) == sorted(modules)
-    assert all(import_module(f"flows._prefect.{name}").__doc__ for name in modules)
+    assert all(import_module(f"roundhouse_flows._prefect.{name}").__doc__ for name in modules)
 
 
 def test_reruns_a_parent_that_runs_again_is_handed_the_result_of_another_sub_flow(prefect_client: Served) -> None:
@@ -175,7 +179,7 @@ def test_delivery_the_end_of_a_flow_run_leaves_its_log_in_the_queue(prefect_clie
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
-from flows._prefect.delivery import deliver_queued_records
+from roundhouse_flows._prefect.delivery import deliver_queued_records
 
 @flow
 def logging_flow():

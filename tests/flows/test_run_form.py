@@ -10,7 +10,7 @@ import pytest
 from tests.flows.served import Served
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SHOWN = (
     "Preset",

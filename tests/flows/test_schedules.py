@@ -8,19 +8,19 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows._prefect.orphans import settle_orphans
-from flows.controls import pause
-from flows.deployments import deployments
-from flows.forms import CollectForm
-from flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.datasets import TaskDraw, collected_moments, dataset_stage
 from roundhouse.store.run import open_run
+from roundhouse_flows._prefect.orphans import settle_orphans
+from roundhouse_flows.controls import pause
+from roundhouse_flows.deployments import deployments
+from roundhouse_flows.forms import CollectForm
+from roundhouse_flows.schedules import add_schedule, back_fill, missed, remove_schedule, schedules
 from tests.flows.served import Served
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 NIGHTS = [datetime(2026, 11, day, 2, tzinfo=UTC) for day in (18, 19, 20)]
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import fork_server
+
 PROGRAM = """
 import signal, sys, time
-from flows._prefect.signals import redeliver_lost_signals
+from roundhouse_flows._prefect.signals import redeliver_lost_signals
 from prefect.exceptions import TerminationSignal
 
 def told(number, frame):
@@ -56,7 +58,7 @@ print("the hook is the one of before")
 def ended() -> subprocess.CompletedProcess[str]:
     """The program, which drops a signal of each kind and another error."""
     command = [sys.executable, "-c", PROGRAM]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    return fork_server.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(("line", "raised"), [(0, "TerminationSignal"), (1, "KeyboardInterrupt")])

@@ -11,13 +11,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows.forms import CollectForm, TrainForm
-from flows.schedules import add_schedule, back_fill, missed, remove_schedule
-from roundhouse.query.lineage import trained_on
+from roundhouse.sql.lineage import trained_on
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.datasets import TaskDraw, dataset_stage, dataset_versions, users_of_datasets
 from roundhouse.store.run import Run, open_run, point_to_promoted, promoted_version
 from roundhouse.store.stage import read_manifest
+from roundhouse_flows.forms import CollectForm, TrainForm
+from roundhouse_flows.schedules import add_schedule, back_fill, missed, remove_schedule
 from tests.flows.served import Served
 from tests.stages.test_checkpoint import trained
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from roundhouse.config.deployments import DeploymentsFile, JobTemplate, read_dep
 from roundhouse.errors import ConfigError
 from tests.flows.served import Served
 from tests.ports import free_port
+
+pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
 NIGHTLY = {
@@ -36,14 +39,19 @@ def deployments(tmp_path: Path, template: JobTemplate, **changes: Any) -> Deploy
         "name": "cluster",
         "job_variables": {"image": "registry/flow@sha256:0", "env": {"MLFLOW_TRACKING_URI": "x"}},
     }
-    entry = {"name": "on-the-cluster", "entrypoint": "flows.deployments.collect", "work_pool": pool, "tags": ["a"]}
+    entry = {
+        "name": "on-the-cluster",
+        "entrypoint": "roundhouse_flows.deployments.collect",
+        "work_pool": pool,
+        "tags": ["a"],
+    }
     file = tmp_path / "prefect.yaml"
     file.write_text(yaml.safe_dump({"deployments": [entry | changes]}))
     return read_deployments(file, template)
 
 
 def deploy(file: DeploymentsFile, template: JobTemplate, **options: Any) -> list[str]:
-    from flows.work_pool import deploy
+    from roundhouse_flows.work_pool import deploy
 
     return list(deploy(file, template, **options))
 
@@ -61,7 +69,7 @@ def test_pool_deployment_and_schedules_are_as_the_file_says_and_the_second_time_
     made = prefect_client.call("GET", "deployments/name/collect/on-the-cluster")
     assert made["work_pool_name"] == "cluster"
     assert made["job_variables"]["image"] == "registry/flow@sha256:0"
-    assert made["entrypoint"] == "flows.deployments.collect"
+    assert made["entrypoint"] == "roundhouse_flows.deployments.collect"
     assert made["parameter_openapi_schema"]["required"] == ["settings"]
     [schedule] = made["schedules"]
     assert (schedule["schedule"]["cron"], schedule["parameters"]["settings"]["name"]) == ("0 2 * * *", "nightly")
@@ -137,7 +145,7 @@ def test_a_mistake_in_the_file_names_key_and_value(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"entrypoint": "flows.deployments.colect"}, "entrypoint 'flows.deployments.colect'"),
+        ({"entrypoint": "roundhouse_flows.deployments.colect"}, "entrypoint 'roundhouse_flows.deployments.colect'"),
         ({"schedules": [NIGHTLY | {"cron": "whenever"}]}, "cron 'whenever'"),
         ({"schedules": [NIGHTLY | {"parameters": {"settings": {"name": "nightly"}}}]}, "run_id"),
     ],
@@ -150,11 +158,20 @@ def test_a_mistake_is_told_before_anything_is_made(
         deploy(file, template)
 
 
+def test_the_jobs_of_flow_runs_are_of_the_namespace_that_the_command_names(template: JobTemplate) -> None:
+    moved = template.in_namespace("team-a")
+    assert moved.variables["properties"]["namespace"]["default"] == "team-a"
+    text = yaml.safe_dump(moved.model_dump())
+    assert not re.search(r"namespace: roundhouse\b|default: roundhouse$", text, re.MULTILINE)
+    with pytest.raises(ConfigError, match="--namespace 'Team A'"):
+        template.in_namespace("Team A")
+
+
 def test_the_command_registers_every_flow_of_the_committed_file_and_nothing_that_a_process_serves(
     served: Served, template: JobTemplate
 ) -> None:
     """Next to `roundhouse up` it would have moved the local deployments to the cluster's work pool."""
-    from flows.deployments import DEPLOYED
+    from roundhouse_flows.deployments import DEPLOYED
 
     file = read_deployments(ROOT / "prefect.yaml", template)
     assert {entry.flow().name for entry in file.deployments} == {flow.name for flow in DEPLOYED}

@@ -35,6 +35,8 @@ from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
 from tests.weight_sync.test_publish import published
 
+pytestmark = pytest.mark.real
+
 IDS = [5, 9, 33, 2, 7, 41, 8]
 
 

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import NEUTRAL, Generated, read_request
-from roundhouse.generation.serve_app import make_tool_parser
 from tests.generation import tiny
 from tests.generation.servers import transformers_server
+
+pytestmark = pytest.mark.real
 
 LONG = [{"role": "user", "content": "Tell me about " + "12345 hello world " * 64}]
 """More than 128 tokens: vLLM's CPU cache works in blocks of 128, so shorter prompts never meet the prefix cache."""
@@ -206,21 +206,6 @@ def test_without_parallel_tool_calls_the_message_keeps_the_first_call(policies):
     assert finish == "tool_calls"
     request = {"messages": tiny.TOOL_MESSAGES, "parallel_tool_calls": False}
     assert read_request(request, "policy").only_first_call
-
-
-@pytest.mark.parametrize("backend", ["transformers", "vllm"])
-@pytest.mark.parametrize(
-    "call",
-    ['{"name": "add", "arguments": {"x": "\\ud83d"}}', "[" * 2000, '{"name": ["add"], "arguments": {}}'],
-    ids=["surrogate", "depth", "name"],
-)
-def test_a_call_that_json_cannot_carry_stays_text(policies, call, backend):
-    codec = ChatCodec(str(policies["first"]), 512)
-    codec.parse_tool_calls = make_tool_parser(GenerationConfig(backend=backend), codec.tokenizer)
-    text = f"<tool_call>{call}</tool_call>"
-    tokens = codec.encode(text)
-    message, finish = codec.message(Generated(tokens, [-0.1] * len(tokens), "stop"), [tiny.ADD_TOOL])
-    assert (message, finish) == ({"role": "assistant", "content": text}, "stop")
 
 
 def test_recorded_tokens_outside_the_vocabulary_are_refused(url):

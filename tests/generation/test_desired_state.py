@@ -13,13 +13,14 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from roundhouse.config.models import GenerationConfig
-from roundhouse.errors import DeploymentFailed
 from roundhouse.generation import serve_app
-from roundhouse.generation.deployment import RayServeEngine, ServeEndpoint, wanted_application
+from roundhouse.generation.deployment import EngineSilent, RayServeEngine, ServeEndpoint, wanted_application
 from roundhouse.generation.serve_app import PolicyReplica
 from roundhouse.http.asgi import read_body, reply_json
 from roundhouse.http.ports import LOOPBACK, HttpThread
 from roundhouse.weight_sync.replica_state import RefitOptions, application_digest, desired_state
+
+pytestmark = pytest.mark.real
 
 TOKEN = "secret"
 
@@ -97,7 +98,7 @@ def test_several_replicas_are_left_to_the_pace_of_the_control_loop(
 ) -> None:
     app, endpoint = serve
     several = config.model_copy(update={"replicas": 2, "start_timeout_seconds": 0.2})
-    with pytest.raises(DeploymentFailed, match="Not all 2 replicas answered with version 1"):
+    with pytest.raises(EngineSilent, match="Not all 2 replicas answered with version 1"):
         RayServeEngine(endpoint).ensure(several, model_dir, "/weights", 1)
     assert "POST /rh/desired" not in app.asked
 
@@ -133,11 +134,14 @@ class Updating:
     def broadcast(self, method: str, *_: object) -> Updating:
         return self
 
-    async def results_async(self, timeout_s: float) -> list[dict[str, object]]:
+    async def _fetch_replica_results_async(self) -> list[Updating]:
         self.left -= 1
         if self.left >= 0:
             raise DeploymentUnavailableError(DeploymentID("policy", "policy"))
-        return [{"replica_id": "r"}]
+        return [self]
+
+    async def get_async(self) -> dict[str, object]:
+        return {"replica_id": "r"}
 
 
 async def test_replicas_that_serve_does_not_count_for_a_moment_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

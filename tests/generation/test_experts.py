@@ -46,7 +46,9 @@ def main(config: GenerationConfig, work: Path) -> None:
     from vllm import LLM, SamplingParams
 
     from roundhouse.generation.vllm_engine import engine_arguments
-    from roundhouse.generation.vllm_worker import RefitExtension, StaleWeights, _Checkpoint, iterate, probe
+    from roundhouse.generation.vllm_worker import RefitExtension
+    from roundhouse.generation.weights_probe import CheckpointTensors, StaleWeights, probe
+    from roundhouse.weight_sync.tensor_files import iterate
     from tests.generation import tiny
 
     def says(worker: Any, directory: str, load: bool) -> str:
@@ -54,7 +56,7 @@ def main(config: GenerationConfig, work: Path) -> None:
         if load:
             worker.reload_weights(weights_iterator=iterate(Path(directory)))
         try:
-            probe(worker.model_runner.get_model(), _Checkpoint(Path(directory)))
+            probe(worker.model_runner.get_model(), CheckpointTensors(Path(directory)))
         except StaleWeights as error:
             return str(error)
         return ""

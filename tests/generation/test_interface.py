@@ -30,7 +30,10 @@ from roundhouse.generation.protocol import Generated
 from roundhouse.generation.serve_app import APPLICATION
 from roundhouse.generation.transformers_engine import build_model
 from roundhouse.generation.vllm_engine import engine_arguments
+from roundhouse.generation.weights_probe import StaleWeights
 from tests.generation import tiny
+
+pytestmark = pytest.mark.real
 
 OBJECT_OF_FLASK = flask.request
 """An engine is started in a process whose modules hold such a thing, which refuses to be looked at."""
@@ -97,7 +100,7 @@ def test_weights_that_did_not_get_in_are_noticed(backend, policies, monkeypatch)
         pytest.skip("transformers copies tensor by tensor; there is nothing to go stale")
     iterate = vllm_worker.iterate
     monkeypatch.setattr(vllm_worker, "iterate", lambda _: iterate(policies["untied"]))
-    with pytest.raises(vllm_worker.StaleWeights):
+    with pytest.raises(StaleWeights):
         backend.load_weights(str(policies["untied-second"]))
     monkeypatch.undo()
     backend.load_weights(str(policies["untied"]))
@@ -147,7 +150,7 @@ def test_on_a_gpu_a_finished_engine_sleeps_without_a_copy_and_wakes_with_its_wei
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones(tokenized, policies):
-    with pytest.raises(ConfigError, match="transformers, vllm"):
+    with pytest.raises(ConfigError, match="There are: vllm, transformers"):
         create_backend(tokenized, str(policies["first"]), "sglang")
 
 
@@ -228,9 +231,10 @@ def test_serve_has_as_long_to_start_as_the_configuration_says(policies, monkeypa
 
 
 def test_an_engine_has_as_long_to_refit_as_the_configuration_says(policies, monkeypatch):
-    client = mock.MagicMock()
-    client.return_value.__enter__.return_value.post.return_value = httpx.Response(200, json={"replicas": []})
-    monkeypatch.setattr(deployment, "_client", client)
+    reply = httpx.Response(200, json={"replicas": []})
+    post = mock.AsyncMock(return_value=reply)
+    monkeypatch.setattr(deployment.ProcessEngine, "_post_while_alive", post)
+    monkeypatch.setattr(deployment.ProcessEngine, "replicas", lambda engine: [])
     config = GenerationConfig(start_timeout_seconds=100, refit_timeout_seconds=77)
-    deployment.ProcessEngine("http://there:1").ensure(config, str(policies["first"]), "/weights", 1)
-    assert client.return_value.__enter__.return_value.post.call_args.kwargs["timeout"] == 177
+    deployment.ProcessEngine("http://127.0.0.1:1").ensure(config, str(policies["first"]), "/weights", 1)
+    assert post.call_args.args[2] == 177

@@ -40,7 +40,7 @@ from tests.generation.completions_server import completions_server
 from tests.gym.playground import serving
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 KEY = "a-key-of-the-servers"
 POLICY = {"kind": "warm_start", "steps": 20, "hidden_size": 32, "intermediate_size": 64, "layers": 1}
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.consent import unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import ProcessEngine
@@ -25,6 +26,8 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
+
+pytestmark = pytest.mark.real
 
 BACKEND = f"{Path(__file__).parent / 'own_backend.py'}:PlainBackend"
 CONFIG = GenerationConfig(backend=BACKEND, max_model_len=256)
@@ -95,7 +98,7 @@ def test_what_no_backend_can_be_made_of_is_refused(policies: dict[str, Path]) ->
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.cut\.max_new_tokens \(512\) leaves no room"):
         parse_config({"run_id": "r", "evaluation": {"sets": {"cut": {"max_new_tokens": 512}}}})
     for generation, told in (
-        ({"backend": "sglang"}, "module:Class for one of your own"),
+        ({"backend": "tgi"}, "module:Class for one of your own"),
         ({"backend": BACKEND, "tool_call_parser": "llama3_json"}, "reads hermes alone"),
         ({"backend": BACKEND, "engine_args": {"max_num_seqs": 1}}, "an engine of your own has none"),
     ):

@@ -13,6 +13,8 @@ from roundhouse.generation.deployment import ProcessEngine
 from roundhouse.trajectories.records import CallStage
 from tests.generation.test_standalone import CONFIG, engine_process
 
+pytestmark = pytest.mark.real
+
 
 def test_an_engine_is_ready_with_the_wanted_version_reports_both_and_logs_a_refusal_as_a_line_of_json(
     policies: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -29,6 +29,8 @@ from tests.generation import tiny
 from tests.waiting import until
 from tests.weight_sync.ends import file_sender
 
+pytestmark = pytest.mark.real
+
 LONG = [{"role": "user", "content": "Count: " + "12345 hello world " * 64}]
 
 
@@ -56,7 +58,7 @@ def assert_agrees(policy_dir: Path, completion: Completion) -> None:
     assert completion.generation_log_probs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.skipif(not preload(GenerationConfig()), reason="tcmalloc is not installed")
+@pytest.mark.skipif(not preload(GenerationConfig()), reason="needs tcmalloc: apt-get install libtcmalloc-minimal4")
 def test_replicas_allocate_by_tcmalloc_where_it_is_installed(deployed):
     for replica in deployment.RayServeEngine(deployed).replicas():
         assert "/libtcmalloc_minimal.so" in Path(f"/proc/{replica.pid}/maps").read_text()

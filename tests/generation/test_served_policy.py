@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import httpx
 import pytest
 import uvicorn
 
+from roundhouse.errors import DataError, DeploymentFailed
 from roundhouse.generation import served_policy
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
-from roundhouse.generation.deployment import counted_tokens
+from roundhouse.generation.deployment import WeightsUnreachable, all_there, counted_tokens
 from roundhouse.generation.protocol import Draw, EnginePoisoned, Generated
 from roundhouse.generation.served_policy import PolicyUnavailable, SamplingRefused, ServedPolicy
 from roundhouse.retry import Backoff
+from roundhouse.store.bucket import StoreUnavailable
 from roundhouse.weight_sync.replica_state import DesiredPolicy, ReplicaReport
 
 
@@ -152,6 +155,27 @@ async def test_refused_weights_leave_the_engine_untouched_and_healthy(policy, en
     assert len(engine.loaded) == 1
     await policy.apply(DesiredPolicy(3, str(policies["first"]), request=3))
     assert await version_of(policy) == 3
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (StoreUnavailable("no answer"), WeightsUnreachable),
+        (OSError(errno.ENOSPC, "No space left on device"), WeightsUnreachable),
+        (DataError("no such tensor"), DeploymentFailed),
+    ],
+)
+async def test_a_refit_that_fails_for_a_passing_cause_is_an_error_that_is_retried(
+    policy, policies, monkeypatch, cause: Exception, kind: type[Exception]
+):
+    async def fail(desired: DesiredPolicy) -> None:
+        raise cause
+
+    monkeypatch.setattr(policy, "_refit", fail)
+    await policy.apply(DesiredPolicy(1, str(policies["first"]), request=7))
+    desired = {"request": 7, "policy_version": 1, "weights": str(policies["first"])}
+    with pytest.raises(kind, match=f"cannot be refitted.*{cause.args[-1]}"):
+        all_there([ReplicaReport.parse(policy.status())], 1, "", desired)
 
 
 async def test_weights_that_appear_later_are_picked_up_without_a_new_wish(policy, policies, tmp_path, monkeypatch):

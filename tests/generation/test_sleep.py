@@ -21,6 +21,8 @@ from tests.generation import tiny
 from tests.generation.test_served_policy import FaultyEngine
 from tests.generation.test_standalone import CONFIG, draw, engine_process
 
+pytestmark = pytest.mark.real
+
 WHAT_FOR = "run r trains"
 MEBIBYTE = 2**20
 

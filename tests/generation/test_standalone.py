@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,35 +23,23 @@ from roundhouse.generation import transformers_engine
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.deployment import EngineGone, ProcessEngine, engine_arguments
 from roundhouse.generation.standalone import StandaloneEngine
-from tests.chaos.nursery import Child, Nursery
+from tests import fork_server
 from tests.generation import tiny
 from tests.ports import free_port
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 CONFIG = GenerationConfig(backend="transformers", max_model_len=512, engine_args={"max_num_seqs": 1})
 MODULE = "roundhouse.generation.standalone"
-IMPORTS = (MODULE, "roundhouse.generation.transformers_engine", "transformers.models.qwen3.modeling_qwen3")
-
-
-@functools.cache
-def _nursery() -> tuple[Nursery, Path]:
-    """Of the engines of this process's tests, and their log."""
-    log = Path(tempfile.mkdtemp(prefix="rh-engines-")) / "log"
-    return Nursery(log, dict(os.environ), IMPORTS), log
-
-
-def _start(arguments: list[str], environment: dict[str, str], fresh: bool) -> subprocess.Popen[bytes] | Child:
-    if fresh:
-        return subprocess.Popen([sys.executable, "-m", MODULE, *arguments], env=environment)
-    nursery, log = _nursery()
-    return nursery.start(MODULE, arguments, log, environment)
 
 
 @contextmanager
 def engine_process(*, fresh: bool = False, **environment: str) -> Iterator[str]:
-    """URL of an engine in a process of its own: a new interpreter, or one born with its imports (`tests.chaos.nursery`)."""
+    """Yield the URL of an engine in a process of its own: a new interpreter if `fresh`, else a fork."""
     port = free_port()
-    process = _start(["--port", str(port)], os.environ | environment, fresh)
+    start = subprocess.Popen if fresh else fork_server.start
+    process = start([sys.executable, "-m", MODULE, "--port", str(port)], env=os.environ | environment)
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: _answers(url), "an engine that answers", process=process)

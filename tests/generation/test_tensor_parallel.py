@@ -20,6 +20,8 @@ import pytest
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.vllm_engine import environment
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 LAYER = "model.layers.1."
 SPLIT_BY_ROWS = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -57,7 +59,7 @@ def test_each_worker_proves_its_own_shard_of_every_kind_of_layer(tmp_path: Path)
 def test_workers_with_the_same_key_value_head_have_the_same_rows_of_it() -> None:
     import torch
 
-    from roundhouse.generation.vllm_worker import _own_shards
+    from roundhouse.generation.weights_probe import _own_shards
 
     q, k = torch.arange(8.0).reshape(8, 1), torch.arange(2.0).reshape(2, 1)
     for rank, (of_q, of_k) in enumerate([([0, 1], 0), ([2, 3], 0), ([4, 5], 1), ([6, 7], 1)]):
@@ -72,7 +74,7 @@ def test_a_replicated_layer_is_proved_whole() -> None:
     """A router of experts says the size of the group, and is not split."""
     import torch
 
-    from roundhouse.generation.vllm_worker import _own_shards
+    from roundhouse.generation.weights_probe import _own_shards
 
     router = torch.ones(4, 2)
     [own] = _own_shards(SimpleNamespace(tp_size=2, tp_rank=1, input_size=2, output_partition_sizes=[4]), [router])
@@ -97,12 +99,13 @@ def main(config: GenerationConfig, work: Path) -> None:
     from vllm import LLM
 
     from roundhouse.generation.vllm_engine import engine_arguments
-    from roundhouse.generation.vllm_worker import RefitExtension, StaleWeights, _Checkpoint, probe
+    from roundhouse.generation.vllm_worker import RefitExtension
+    from roundhouse.generation.weights_probe import CheckpointTensors, StaleWeights, probe
     from tests.generation import tiny
 
     def holds_other_weights(worker: RefitExtension, directory: str) -> bool:
         try:
-            probe(worker.model_runner.get_model(), _Checkpoint(Path(directory)))  # type: ignore[attr-defined]
+            probe(worker.model_runner.get_model(), CheckpointTensors(Path(directory)))  # type: ignore[attr-defined]
         except StaleWeights:
             return True
         return False

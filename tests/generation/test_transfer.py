@@ -32,6 +32,7 @@ from roundhouse.weight_sync.base import RunCheckpoint
 from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from roundhouse.weight_sync.transfer import Sender, TransferSource
+from tests import fork_server
 from tests.generation import tiny
 from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
@@ -226,7 +227,7 @@ def test_a_sender_that_dies_in_the_middle_leaves_nobody_served_until_the_checkpo
     model, second = str(policies["first"]), policies["second"]
     (before,) = engine.ensure(CONFIG, model, model, 200)
     command = [sys.executable, "-c", SENDER_THAT_DIES, str(second), before.replica_id, str(SECONDS), str(BATCH_BYTES)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    process = fork_server.start(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         way = TransferSource.model_validate_json(process.stdout.readline())

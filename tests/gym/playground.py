@@ -3,10 +3,9 @@
 import asyncio
 import json
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,12 +16,13 @@ import uvicorn
 from roundhouse.compat.nemo_gym.servers.endpoints import KEEP_ALIVE_SECONDS
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
-from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
-from roundhouse.errors import InfraError
+from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests import fork_server
+from tests.gym.counter import Counter, counter_row
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -34,108 +34,10 @@ def rollout_config(**changes: Any) -> RolloutConfig:
     return RolloutConfig.model_validate({"max_tokens": 100_000, "retry": retry} | changes)
 
 
-# -- environment ----------------------------------------------------------------------------------------------------
-
-
-class SandboxDown(InfraError):
-    """Something behind the environment is gone."""
-
-
-@dataclass
-class Account:
-    owner: str
-    total: int = 0
-    closed: int = 0
-
-
-class Counter(Environment):
-    """Adds numbers to a session's total. A row's `verdict` plants what its verifier does."""
-
-    name = "counter"
-
-    def __init__(self) -> None:
-        self.accounts: list[Account] = []
-        """Every session ever opened."""
-
-    def tasks(self, split: Split) -> Sequence[TaskRow]:
-        return [counter_row(f"{split}-{index}") for index in range(20)]
-
-    async def seed_session(self, row: TaskRow) -> Account:
-        if row.get("seed") == "raises":
-            raise ValueError("no such owner")
-        if row.get("seed") == "infra":
-            raise SandboxDown("the sandbox is gone")
-        account = Account(owner=row["task_id"])
-        self.accounts.append(account)
-        return account
-
-    async def close_session(self, session: Account) -> None:
-        session.closed += 1
-        if session.owner == "cannot close":
-            raise RuntimeError("the account is stuck")
-        if session.owner == "closes for ever":
-            await asyncio.sleep(3600)
-
-    @tool("Add to the total.", n="What to add.")
-    async def add(self, session: Account, n: int, times: int = 1) -> dict[str, Any]:
-        await asyncio.sleep(0)
-        session.total += n * times
-        return {"owner": session.owner, "total": session.total}
-
-    @tool("The total in words.")
-    async def total(self, session: Account) -> str:
-        return f"{session.total} für {session.owner}"
-
-    @tool("Raises.")
-    async def fail(self, session: Account) -> str:
-        raise ValueError('no such "thing"')
-
-    @tool("Never returns.")
-    async def hang(self, session: Account) -> str:
-        await asyncio.sleep(3600)
-        return ""
-
-    @tool("Loses its sandbox.")
-    async def crash(self, session: Account) -> str:
-        raise SandboxDown("the sandbox is gone")
-
-    async def verify(self, session: Account, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        reward = session.total / 10
-        match row.get("verdict"):
-            case "raises":
-                raise RuntimeError("cannot judge")
-            case "infra":
-                raise SandboxDown("the judge is gone")
-            case "nan":
-                return Verdict(float("nan"))
-            case "text":
-                return Verdict("1.0")  # type: ignore[arg-type]
-            case "bool":
-                return Verdict(True)
-            case "right":
-                return Verdict(1.0)
-            case "nothing":
-                return None  # type: ignore[return-value]
-            case "wrong sum":
-                return Verdict(1.0, {"form": 0.5, "content": 0.4})
-            case "mask":
-                return Verdict(reward, mask=True)
-        parts = {"sum": reward, "form": 0.0}
-        return Verdict(reward, parts, {"words": float(len(final_text(response).split())), "status": _status(response)})
-
-
-def _status(response: dict[str, Any]) -> float:
-    return float(response["status"] == "completed")
-
-
 async def all_closed(counter: Counter, opened: int) -> None:
     """Each account closed once; the server closes in the background, so give it a moment."""
     await asyncio.to_thread(until, lambda: all(account.closed for account in counter.accounts), "the end of each")
     assert [account.closed for account in counter.accounts] == [1] * opened
-
-
-def counter_row(task_id: str = "t", **fields: Any) -> TaskRow:
-    return task_row("Add things up.", task_id=task_id, tools=Counter().tool_schemas(), **fields)
 
 
 def comparable(rollout: Rollout) -> Rollout:
@@ -251,26 +153,6 @@ def _bytes(messages: list[dict[str, Any]]) -> list[int]:
 # -- server ---------------------------------------------------------------------------------------------------------
 
 
-class Server(uvicorn.Server):
-    """A server that ends when it is told, and not a tick later: hundreds of tests start three of them."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._ends = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)  # it makes the headers
-        self._loop = asyncio.get_running_loop()
-        if not self.should_exit:
-            await self._ends.wait()
-
-    def end(self) -> None:
-        self.should_exit = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ends.set)
-
-
 @contextmanager
 def serving(app: Any, port: int = 0) -> Iterator[str]:
     """A real uvicorn server in a thread; its base URL."""
@@ -279,7 +161,7 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
         port = listener.getsockname()[1]
-        server = Server(
+        server = uvicorn.Server(
             uvicorn.Config(
                 app, log_level="critical", timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_SECONDS
             )
@@ -290,7 +172,7 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
-            server.end()
+            server.should_exit = True
             thread.join(10)
 
 
@@ -305,7 +187,7 @@ def serving_command(*options: str) -> Iterator[str]:
     """A resources server started by its command; its base URL."""
     port = free_port()
     command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", *options, "--port", str(port)]
-    process = subprocess.Popen(command)
+    process = fork_server.start(command)
 
     def answers() -> bool:
         try:

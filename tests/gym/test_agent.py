@@ -12,18 +12,8 @@ from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.conversation import Conversation
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, derive_seed, digest_tokens
-from tests.gym.playground import (
-    SAMPLING,
-    Counter,
-    Reply,
-    ScriptedPolicy,
-    by_turn,
-    calls,
-    counter_row,
-    rollout_config,
-    says,
-    spec_of,
-)
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of
 
 
 async def play(
@@ -155,6 +145,7 @@ async def test_system_and_developer_messages_and_instructions_reach_the_policy_a
         (("add", "{n: 3"), '{"error":"Invalid tool call arguments: '),
         (("add", ""), '{"error":"Invalid tool call arguments: '),
         (("add", '{"n": NaN}'), '{"error":"Invalid tool call arguments: '),
+        (("add", '{"n": ' + "[" * 1000 + "]" * 1000 + "}"), '{"error":"Invalid tool call arguments: they are nested'),
         (("subtract", {"n": 3}), '{"detail":"Not Found"}'),
         (("verify", {}), '{"detail":"Not Found"}'),
         (("fail", {}), '"ValueError(\'no such \\"thing\\"\')"'),
@@ -183,6 +174,18 @@ async def test_the_turn_limit_truncates_after_the_last_tools_ran_and_is_judged()
     rollout = await play(calls(("add", {"n": 1})), max_turns=3)
     assert (rollout.status, rollout.finish_reason) == (Status.TRUNCATED, "max_turns")
     assert (len(rollout.turns), rollout.reward) == (3, pytest.approx(0.3))
+
+
+async def test_a_cut_reply_is_returned_to_the_policy_where_the_run_asks_for_it():
+    cut = says("and and and", finish_reason="length")
+    rollout = await play(cut, calls(("add", {"n": 1})), says("1"), cut_replies="return")
+    assert (rollout.status, rollout.finish_reason, rollout.reward) == (Status.COMPLETED, "stop", 0.1)
+    assert [turn.finish_reason for turn in rollout.turns] == ["length", "tool_calls", "stop"]
+    assert [turn.parent for turn in rollout.turns] == [None, 0, 1]
+    assert rollout.items[2]["content"] == "Your last reply was cut off at its limit of tokens."
+    assert rollout.metrics["agent_cut_replies"] == 1
+    rollout = await play(cut, cut, cut, cut_replies="return", max_turns=2)
+    assert (rollout.status, rollout.finish_reason, len(rollout.turns)) == (Status.TRUNCATED, "max_turns", 2)
 
 
 async def test_a_reply_that_never_ends_truncates_and_is_judged():

@@ -14,18 +14,8 @@ from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
 from roundhouse.rollout.protocol import retry_delay
 from roundhouse.trajectories.records import FailureKind, Ledger, Rollout, Status
 from tests.gym.collecting import collect
-from tests.gym.playground import (
-    SAMPLING,
-    Counter,
-    Reply,
-    ScriptedPolicy,
-    by_turn,
-    calls,
-    counter_row,
-    rollout_config,
-    says,
-    turns_of,
-)
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, by_turn, calls, rollout_config, says, turns_of
 from tests.ports import free_port
 
 

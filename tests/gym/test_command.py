@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from roundhouse.compat.command import CommandClient, CommandOutcome
+from roundhouse.compat.command import CommandClient
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.environments import CommandEnvironment
-from roundhouse.config.loading import parse_config, unnamed_code
-from roundhouse.environments.base import TaskRow, Verdict
+from roundhouse.config.loading import parse_config
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
@@ -70,18 +71,6 @@ def answers(messages: list[dict[str, Any]], seed: int) -> Any:
     return says("12")
 
 
-def judge(task: TaskRow, outcome: CommandOutcome) -> float:
-    return float(task["answer"] == outcome.reply == outcome.output.strip())
-
-
-async def judge_and_mask(task: TaskRow, outcome: CommandOutcome) -> Verdict:
-    return Verdict(0.5, mask=True)
-
-
-def judge_badly(task: TaskRow, outcome: CommandOutcome) -> float:
-    raise RuntimeError("no opinion")
-
-
 def program(tmp_path: Path, text: str) -> Path:
     (tmp_path / "agent.py").write_text(textwrap.dedent(text))
     return tmp_path / "agent.py"
@@ -93,7 +82,7 @@ async def play(
     section = CommandEnvironment(
         kind="command",
         command=(sys.executable, str(program(tmp_path, text))),
-        verifier=None if verifier is None else f"{__name__}:{verifier}",
+        verifier=None if verifier is None else f"tests.gym.judging:{verifier}",
     )
     specs = plan_rollouts([ROW], count, seed=3, iteration=1)
     async with CommandClient(section) as environment:
@@ -102,6 +91,7 @@ async def play(
         )
 
 
+@pytest.mark.real
 async def test_an_unmodified_openai_script_is_trained_on_turn_by_turn(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     rollouts = await play(tmp_path, WITH_OPENAI, in_a_tool_call, verifier=None, count=3)
@@ -121,6 +111,7 @@ async def test_an_unmodified_openai_script_is_trained_on_turn_by_turn(tmp_path: 
     assert len({rollout.seed for rollout in rollouts}) == 3
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("package", "text"), [("openai", WITH_RESPONSES), ("anthropic", WITH_ANTHROPIC)])
 async def test_the_other_dialects_reach_the_policy_too(tmp_path: Path, package: str, text: str) -> None:
     pytest.importorskip(package)
@@ -139,6 +130,7 @@ async def test_a_verifier_judges_and_may_mask(tmp_path: Path) -> None:
 ASKS = PLAIN + "    ask()\n"
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("text", "verifier", "code", "said"),
     [
@@ -146,6 +138,26 @@ ASKS = PLAIN + "    ask()\n"
         (ASKS, None, "command_failed", "wrote no reward"),
         (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('[]')\n", None, "command_failed", "holds a list"),
         (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{')\n", None, "command_failed", "no JSON"),
+        (ASKS + "    os.mkfifo(os.environ['ROUNDHOUSE_RESULT'])\n", None, "command_failed", "not a regular file"),
+        (ASKS + "    os.mkdir(os.environ['ROUNDHOUSE_RESULT'])\n", None, "command_failed", "not a regular file"),
+        (
+            ASKS + "    os.symlink('/etc/hosts', os.environ['ROUNDHOUSE_RESULT'])\n",
+            None,
+            "command_failed",
+            "not a regular file",
+        ),
+        (
+            ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').truncate(3 << 30)\n",
+            None,
+            "command_failed",
+            "more than 16777216 bytes",
+        ),
+        (
+            ASKS + "    log = os.readlink('/proc/self/fd/1'); os.remove(log); os.mkfifo(log); sys.exit(3)\n",
+            None,
+            "command_failed",
+            "its log cannot be read",
+        ),
         (
             ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{\"reward\": \"good\"}')\n",
             None,
@@ -167,6 +179,7 @@ async def test_a_program_that_fails_has_no_reward_and_a_reason(
     assert re.search(said, rollout.failure_detail or "", re.DOTALL), rollout.failure_detail
 
 
+@pytest.mark.real
 async def test_a_limit_of_turns_ends_the_rollout_as_truncated_and_it_is_judged(tmp_path: Path) -> None:
     text = (
         PLAIN
@@ -183,6 +196,7 @@ async def test_a_limit_of_turns_ends_the_rollout_as_truncated_and_it_is_judged(t
     assert len(rollout.turns) == 2
 
 
+@pytest.mark.real
 async def test_the_time_limit_ends_the_program_and_what_it_started(tmp_path: Path) -> None:
     text = """
         import os, pathlib, subprocess, sys, time
@@ -196,6 +210,7 @@ async def test_the_time_limit_ends_the_program_and_what_it_started(tmp_path: Pat
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.real
 async def test_an_engine_that_fails_is_the_failure_and_not_the_program(tmp_path: Path) -> None:
     from roundhouse.generation.protocol import EngineUnreachable
 
@@ -206,44 +221,40 @@ async def test_an_engine_that_fails_is_the_failure_and_not_the_program(tmp_path:
     assert (rollout.failure_code, rollout.failure_kind) == ("engine_unreachable", "infra"), rollout.failure_detail
 
 
+@pytest.mark.real
 async def test_only_named_variables_of_the_collector_reach_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     monkeypatch.setenv("SEARCH_KEY", "given")
+    monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
     text = program(
         tmp_path, ASKS + "    print(os.environ.get('AWS_SECRET_ACCESS_KEY'), os.environ.get('SEARCH_KEY'))\n"
     )
     section = CommandEnvironment(
         kind="command",
         command=(sys.executable, str(text)),
-        verifier=f"{__name__}:keep_output",
+        verifier="tests.gym.judging:keep_output",
         variables=("SEARCH_KEY",),
     )
     async with CommandClient(section) as environment:
         await collect(plan_rollouts([ROW], 1, 0, 1), ScriptedPolicy(answers), environment, rollout_config(), SAMPLING)
-    assert KEPT[-1].strip() == "None given"
+    assert (tmp_path / "kept").read_text().strip() == "None given"
 
 
+@pytest.mark.real
 async def test_a_path_from_where_you_are_is_found_although_the_program_runs_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`command: [python, agent.py]`, as the documentation has it; what is no file stays as it was written."""
     program(tmp_path, ASKS + "    print(*sys.argv[1:], os.path.basename(os.getcwd()))\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEPT", str(tmp_path / "kept"))
     words = (sys.executable, "agent.py", "--url=http://host//path", "nothing.py", "x" * 5000)
-    section = CommandEnvironment(kind="command", command=words, verifier=f"{__name__}:keep_output")
+    section = CommandEnvironment(kind="command", command=words, verifier="tests.gym.judging:keep_output")
     async with CommandClient(section) as environment:
         await collect(plan_rollouts([ROW], 1, 0, 1), ScriptedPolicy(answers), environment, rollout_config(), SAMPLING)
-    assert KEPT[-1].split() == [*words[2:], "work"]
-
-
-KEPT: list[str] = []
-
-
-def keep_output(task: TaskRow, outcome: CommandOutcome) -> float:
-    KEPT.append(outcome.output)
-    return 0.0
+    assert (tmp_path / "kept").read_text().split() == [*words[2:], "work"]
 
 
 def config(tmp_path: Path, **keys: Any) -> dict[str, Any]:
@@ -260,7 +271,7 @@ def config(tmp_path: Path, **keys: Any) -> dict[str, Any]:
     ("keys", "said"),
     [
         ({"command": ["no-such-program"]}, r"environment\.command begins with 'no-such-program'"),
-        ({"verifier": f"{__name__}:nothing"}, r"environment\.verifier is .* has no function nothing.*judge"),
+        ({"verifier": "tests.gym.judging:nothing"}, r"environment\.verifier is .* has no function nothing.*judge"),
         ({"variables": ["NOT_SET_ANYWHERE"]}, r"environment\.variables names NOT_SET_ANYWHERE"),
         ({"command": []}, r"environment\.command|environment\.command\.command"),
         ({"train_tasks": None}, r"environment\.train_tasks is unset"),

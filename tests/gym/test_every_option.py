@@ -1,7 +1,4 @@
-"""No option of `roundhouse gym` does nothing: each changes something that can be seen, or is refused.
-
-An option that another file's tests show is listed with that file; the others are shown here.
-"""
+"""Options of `roundhouse gym` that the tests of their subjects do not show: each changes a result, or is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from fastapi import FastAPI
 from typer.testing import CliRunner
@@ -23,78 +19,12 @@ from roundhouse.store.stage import Stage
 from tests.gym.exchange.test_collection import FakeAgent
 from tests.gym.model_server.fake_engine import FakeEngine, call, say
 from tests.gym.playground import serving
-from tests.query.stores import write_run
-
-ROOT = Path(__file__).parents[2]
-HERE = str(Path(__file__).relative_to(ROOT))
-TYPED, STARTED = "tests/gym/nemo/test_commands.py", "tests/gym/nemo/test_start.py"
-COLLECTED, JUDGED = "tests/gym/exchange/test_commands.py", "tests/gym/exchange/test_reverify.py"
-SHOWN_BY: dict[str, dict[str, str]] = {
-    "start": {
-        "--search-dir": HERE, "--root": HERE, "--ours": TYPED, "--head-port": STARTED, "--python": STARTED, "--install": TYPED,
-        "--ray": HERE, "--logs": HERE, "--start-seconds": HERE, "--json": HERE,
-    },
-    "resolve": {"--search-dir": HERE, "--root": HERE, "--ours": TYPED},
-    "validate": {
-        "--search-dir": HERE, "--root": HERE, "--ours": TYPED, "--python": TYPED, "--install": TYPED, "--json": TYPED,
-    },
-    "status": {"--head": STARTED, "--json": STARTED},
-    "init": {"--directory": "tests/test_cli.py"},
-    "collect": {
-        "--output": JUDGED, "--input": COLLECTED, "--head": HERE, "--agent-url": COLLECTED, "--config": HERE,
-        "--environment": COLLECTED, "--parameters": HERE, "--engine-url": COLLECTED, "--agent": COLLECTED, "--limit": COLLECTED,
-        "--num-repeats": COLLECTED, "--concurrency": HERE, "--resume": COLLECTED, "--prompt-config": HERE,
-        "--temperature": COLLECTED, "--top-p": HERE, "--max-output-tokens": COLLECTED, "--disable-aggregation": COLLECTED,
-        "--max-turns": HERE, "--max-tokens": HERE, "--timeout": HERE, "--seed": HERE,
-    },
-    "reverify": {
-        "--rollouts": JUDGED, "--output": JUDGED, "--inputs": JUDGED, "--head": JUDGED, "--resources-url": JUDGED,
-        "--judge-failed-only": JUDGED, "--append": JUDGED, "--overwrite": JUDGED, "--resume": JUDGED, "--force": JUDGED,
-        "--limit": JUDGED, "--concurrency": HERE, "--timeout": HERE, "--disable-aggregation": HERE,
-    },
-    "profile": {
-        "--rollouts": COLLECTED, "--inputs": HERE, "--allow-partial": "tests/gym/exchange/test_profile_and_message_log.py",
-    },
-    "collate": {"--output-dir": COLLECTED, "--mode": HERE, "--search-dir": HERE, "--overwrite": HERE},
-    "demonstrations": dict.fromkeys(
-        ["--output", "--count", "--good-fraction", "--parameters", "--seed"], "tests/stages/test_chat_rows.py"
-    ),
-    "import": {"--name": COLLECTED, "--version": HERE, "--store": COLLECTED, "--policy-version": HERE},
-    "export": {
-        "--output": COLLECTED, "--iteration": HERE, "--stage": HERE, "--agent": HERE, "--store": COLLECTED,
-    },
-}  # fmt: skip
-"""Of every command, its options and the file of tests that shows what each does."""
+from tests.sql.stores import write_run
 
 
-def options_of(command: Any) -> set[str]:
-    return {param.opts[0] for param in command.params if param.opts[0].startswith("--")} - {"--help"}
-
-
-def test_every_option_of_every_command_is_shown_by_a_test() -> None:
-    root = typer.main.get_command(app)
-    commands = {**root.commands["gym"].commands, "export": root.commands["export"]}  # type: ignore[attr-defined]
-    assert {name: options_of(command) for name, command in commands.items()} == {
-        name: set(shown) for name, shown in SHOWN_BY.items()
-    }
-
-
-@pytest.mark.parametrize("command", SHOWN_BY)
-def test_the_files_that_are_said_to_show_an_option_name_it(command: str) -> None:
-    own = Path(__file__).read_text().split("def options_of")[-1]
-    other = {"--input": "-i", "--output": "-o", "--agent": "-a", "--allow-partial": "allow_partial"}
-    missing = {
-        option
-        for option, file in SHOWN_BY[command].items()
-        for text in [own if file == HERE else (ROOT / file).read_text()]
-        if option not in text and other.get(option, option) not in text
-    }
-    assert missing == set()
-
-
-def run(*arguments: object) -> str:
+def run(*arguments: object, exit_code: int = 0) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.output
 
 
@@ -152,6 +82,7 @@ def test_a_rollout_ends_at_its_timeout(tasks: Path, tmp_path: Path) -> None:
             url,
             "--timeout",
             0.05,
+            exit_code=1,
         )
     assert "0 rollouts" in told
     assert "failed" in told or "not run" in told
@@ -230,17 +161,17 @@ def test_verdicts_by_the_options_about_how_they_are_asked(tasks: Path, tmp_path:
         state["now"] -= 1
         return {"reward": 0.25}
 
-    def judged(name: str, *options: object) -> str:
+    def judged(name: str, *options: object, exit_code: int = 0) -> str:
         state["most"] = 0
         base = ["gym", "reverify", "--rollouts", tmp_path / "run.jsonl", "-o", tmp_path / name, "--force"]
-        return run(*base, "--resources-url", url, *options)
+        return run(*base, "--resources-url", url, *options, exit_code=exit_code)
 
     with serving(judge) as url:
         judged("one.jsonl", "--concurrency", 1, "--disable-aggregation")
         assert state["most"] == 1
         judged("all.jsonl", "--concurrency", 0)
         assert state["most"] > 1
-        assert "6 failed" in judged("late.jsonl", "--timeout", 0.001)
+        assert "6 failed" in judged("late.jsonl", "--timeout", 0.001, exit_code=1)
     assert not list(tmp_path.glob("*one_aggregate_metrics.json"))
     assert list(tmp_path.glob("*all_aggregate_metrics.json"))
 
@@ -333,7 +264,7 @@ def test_how_servers_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     server = {"roundhouse_environment": {"environment": {"kind": "sort"}}}
     (tmp_path / "w.yaml").write_text(yaml.safe_dump({"sorting": {"resources_servers": server}}))
     plain = run("gym", "start", tmp_path / "w.yaml", "--logs", tmp_path / "logs", "--start-seconds", 7, "--no-ray")
-    assert "All servers answer." in plain
+    assert "All servers ready!" in plain
     assert json.loads(run("gym", "start", tmp_path / "w.yaml", "--ray", "--json"))["head"] == "http://h"
     first, second = asked
     assert (first.ray, first.start_seconds, second.ray) == (False, 7, True)

@@ -25,6 +25,7 @@ from roundhouse.rollout.clients import LocalEpisodeClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from tests import fork_server
 from tests.gym.collecting import collect
 from tests.gym.playground import (
     SAMPLING,
@@ -62,6 +63,16 @@ async def test_the_return_is_the_sum_of_the_steps_rewards_and_observations_are_u
     assert rollout.metrics == {"agent_steps": 2.0, "height": 3.0}
     assert [turn.parent for turn in rollout.turns] == [None, 0]
     assert [turn.reward for turn in rollout.turns] == pytest.approx([0.1, 0.2])
+
+
+ODD = ("first", "observation", "outputs", "output", "info", "metrics")
+
+
+@pytest.mark.parametrize("where", ODD)
+async def test_a_step_with_a_value_of_another_type_fails_its_rollout_by_name(where: str):
+    rollout = await play(says("1"), row=climb_row(plan=f"odd {where}"))
+    assert (rollout.failure_kind, rollout.failure_code) == (FailureKind.DATA, "step_failed")
+    assert "must be a" in rollout.failure_detail
 
 
 async def test_the_worlds_answers_to_tool_calls_stand_before_its_observation():
@@ -386,7 +397,7 @@ def test_the_command_serves_a_world_as_well() -> None:
     """It ended with a NameError: the module ran before the half of it that serves worlds was defined."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", "--environment", "frozen_lake"]
-    with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True) as server:
+    with fork_server.start([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
             while True:

@@ -21,14 +21,13 @@ from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.replay import JOURNAL, TurnJournal
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
 from tests.gym.interrupted import VERSION, as_read, interrupted_before, resumed
 from tests.gym.playground import (
     SAMPLING,
-    Counter,
     ScriptedPolicy,
     by_turn,
     calls,
-    counter_row,
     rollout_config,
     says,
     spec_of,

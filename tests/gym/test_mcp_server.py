@@ -27,14 +27,13 @@ from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import (
     SAMPLING,
-    Counter,
     ScriptedPolicy,
     all_closed,
     by_turn,
     calls,
-    counter_row,
     rollout_config,
     says,
     serving,

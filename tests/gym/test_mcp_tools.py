@@ -16,7 +16,6 @@ from mcp.types import Tool as McpTool
 from roundhouse.compat.mcp import McpConnection, McpEnvironment
 from roundhouse.config.environments import CustomEnvironment, MixtureEnvironment
 from roundhouse.config.models import RemoteEnvironment
-from roundhouse.environments.base import Environment, Verdict
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
@@ -24,19 +23,19 @@ from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import EnvironmentUnreachable
 from roundhouse.trajectories.records import Status
 from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import (
     SAMPLING,
-    Counter,
     ScriptedPolicy,
     by_turn,
     calls,
-    counter_row,
     rollout_config,
     says,
     serving,
     serving_counter,
     spec_of,
 )
+from tests.gym.spelling import Spelling
 from tests.ports import free_port
 
 
@@ -56,19 +55,6 @@ def url() -> Iterator[str]:
 
     with serving(server.streamable_http_app()) as base:
         yield f"{base}/mcp"
-
-
-class Spelling(Environment):
-    """Rewards a rollout that called `define`, by that bare name."""
-
-    name = "spelling"
-
-    def tasks(self, split):
-        return [counter_row()]
-
-    async def verify(self, session, row, response):
-        names = [item["name"] for item in response["output"] if item["type"] == "function_call"]
-        return Verdict(float("define" in names))
 
 
 def outputs(rollout) -> list[str]:
@@ -144,7 +130,7 @@ async def test_a_remote_environment_gets_mcp_tools_by_configuration(url: str, tm
 
 
 def spelling(url: str) -> CustomEnvironment:
-    return CustomEnvironment(kind="custom", target=f"{__name__}:Spelling", mcp_servers={"library": url})
+    return CustomEnvironment(kind="custom", target="tests.gym.spelling:Spelling", mcp_servers={"library": url})
 
 
 @pytest.mark.parametrize("mixed", [False, True])

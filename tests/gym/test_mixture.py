@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.environments import EnvironmentConfig
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import demonstrating
 from roundhouse.environments.base import task_row

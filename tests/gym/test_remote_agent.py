@@ -25,18 +25,9 @@ from roundhouse.rollout.protocol import UnknownAgent
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, digest_tokens
 from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
 from tests.gym.model_server.fake_engine import FakeEngine, call
-from tests.gym.playground import (
-    SAMPLING,
-    Counter,
-    ScriptedPolicy,
-    by_turn,
-    counter_row,
-    rollout_config,
-    says,
-    serving,
-    spec_of,
-)
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, says, serving, spec_of
 from tests.ports import free_port
 
 NOBODY = ScriptedPolicy(by_turn(says("the collector's policy is not asked")))
@@ -212,6 +203,9 @@ async def test_what_ended_the_rollout_is_read_off_the_answer(fields: dict[str, A
         ("no json", 200, FailureKind.DATA, "bad_agent_answer"),
         ("[]", 200, FailureKind.DATA, "bad_agent_answer"),
         ({"reward": 1.0}, 200, FailureKind.DATA, "bad_agent_answer"),
+        ('{"reward": 0.0, "reward": 1.0, "response": {"output": []}}', 200, FailureKind.DATA, "bad_agent_answer"),
+        (answered(mask_sample="false"), 200, FailureKind.DATA, "verifier_failed"),
+        (answered(instance_config={"mask_sample": "true"}), 200, FailureKind.DATA, "verifier_failed"),
         (answered(reward=None), 200, FailureKind.DATA, "bad_reward"),
         (answered([]), 200, FailureKind.DATA, "no_trainable_tokens"),
         (answered([item()]), 200, FailureKind.DATA, "no_trainable_tokens"),
@@ -328,6 +322,11 @@ async def test_an_agent_is_looked_up_as_the_configuration_says(key: str, tmp_pat
     assert [rollout.failure_detail for rollout in rollouts] == [""]
 
 
+def agent_at(**address: Any) -> dict[str, Any]:
+    """A head server's configuration with one agent."""
+    return {"solver": {"responses_api_agents": {"x": address}}}
+
+
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
@@ -337,13 +336,31 @@ async def test_an_agent_is_looked_up_as_the_configuration_says(key: str, tmp_pat
         ),
         (None, "It knows: none."),
         ({"solver": {"responses_api_agents": {"x": {"host": "h"}}}}, "no host and port yet"),
-        ({"solver": {"responses_api_agents": {"x": {"host": "h", "port": "${gone}"}}}}, "cannot be resolved"),
+        ({"solver": {"responses_api_agents": {"x": {"host": "h", "port": "${gone}"}}}}, "has no gone"),
+        ({"solver": {"responses_api_agents": {"x": None}}}, "It knows: none."),
+        (agent_at(url="http://h/${oc.env:SECRET_CANARY}"), "Only references such as"),
+        (agent_at(host="${oc.env:SECRET_CANARY}", port=1), "Only references such as"),
+        (agent_at(host="h", port="${oc.decode:'1'}"), "Only references such as"),
+        (agent_at(url="${a}") | {"a": "${oc.env:${b}}", "b": "SECRET_CANARY"}, "Only references such as"),
+        (agent_at(url="${a}") | {"a": "${a}"}, "more than 20 references"),
+        (agent_at(url="${a}") | {"a": ["http://h"]}, "is a list"),
+        (agent_at(url="file:///etc/passwd"), "Give an http"),
+        (agent_at(url="http://user@h:1"), "Give an http"),
+        (agent_at(host="h/x?", port=1), "Give the name of a host"),
     ],
 )
-def test_an_agent_that_cannot_be_found_is_named(tree: Any, told: str):
+def test_an_agent_that_cannot_be_found_is_named(tree: Any, told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_CANARY", "hunter2")
     with pytest.raises(UnknownAgent) as refused:
         server_url(tree, "solver", "http://head:11000")
     assert told in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_the_parts_of_an_address_may_refer_to_each_other() -> None:
+    tree = agent_at(url="http://${place.host}:${place.port}/") | {"place": {"host": "${name}", "port": 8}, "name": "h"}
+    assert server_url(tree, "solver", "http://head:11000") == "http://h:8"
+    assert server_url(agent_at(host="::1", port=8), "solver", "http://head:11000") == "http://[::1]:8"
 
 
 def test_an_agent_bound_to_all_addresses_is_reached_at_the_heads():

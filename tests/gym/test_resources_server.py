@@ -16,7 +16,8 @@ from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.http.sessions import SessionStore
 from roundhouse.rollout.responses import response_object
-from tests.gym.playground import Counter, counter_row, serving, serving_command, serving_counter
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import serving, serving_command, serving_counter
 
 COOKIE = "Counter___counter"
 RESPONSE = response_object("resp_1", [], model="policy", created_at=0.0)
@@ -34,8 +35,9 @@ def client(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_it_says_that_it_is_alive(client: httpx.Client):
-    assert client.get("/").json() == {"status": "ok"}
+@pytest.mark.parametrize("path", ["/", "/health", "/healthz", "/livez", "/readyz"])
+def test_it_says_that_it_is_alive_where_probes_ask(client: httpx.Client, path: str):
+    assert client.get(path).json() == {"status": "ok"}
 
 
 def test_a_session_lives_from_seed_to_verify(client: httpx.Client):
@@ -51,6 +53,31 @@ def test_a_session_lives_from_seed_to_verify(client: httpx.Client):
     assert {name: verdict[name] for name in row} == row, "the row's fields are kept"
     assert verdict["response"] == RESPONSE
     assert "mask_sample" not in verdict
+
+
+def named_seed(name: str, **row: object) -> dict[str, object]:
+    """The body of an environment server, which names its session itself."""
+    identity = {"episode_id": {"rollout_id": name, "attempt": 0}, "task_id": {"taskset": "t", "task_id": "1"}}
+    return {"resources_session_id": name, **identity, "task_data": counter_row(**row)}
+
+
+def test_a_named_session_is_seeded_once_and_reached_by_its_cookie(url: str):
+    seed = named_seed("s-1")
+    with httpx.Client(base_url=url) as first, httpx.Client(base_url=url) as again:
+        assert first.post("/seed_session", json=seed).json() == {"resources_session_id": "s-1"}
+        first.post("/add", json={"n": 3})
+        assert again.post("/seed_session", json=seed).json() == {"resources_session_id": "s-1"}
+        assert again.post("/add", json={"n": 4}).json() == {"owner": "t", "total": 7}
+
+
+def test_a_named_session_is_not_seeded_after_its_close(client: httpx.Client):
+    for name in ("s-2", "never seeded"):
+        close = {key: value for key, value in named_seed(name).items() if key in ("resources_session_id", "episode_id")}
+        if name == "s-2":
+            client.post("/seed_session", json=named_seed(name))
+        for _ in range(2):
+            assert client.post("/close_session", json=close).json() == {"resources_session_id": name}
+        assert client.post("/seed_session", json=named_seed(name)).status_code == 409
 
 
 def test_a_mask_is_reported(client: httpx.Client):
@@ -216,9 +243,10 @@ def test_an_environments_own_metrics_are_among_the_aggregate():
     assert told["agent_metrics"]["tasks"] == 2
 
 
-def test_aggregating_nothing_gives_three_empties(client: httpx.Client):
+def test_aggregating_nothing_gives_four_empties(client: httpx.Client):
     found = client.post("/aggregate_metrics", json={"verify_responses": []}).json()
-    assert found == {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
+    empties = {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}, "repeat_level_metrics": []}
+    assert found == empties
 
 
 def test_the_command_serves_an_environment():

@@ -16,19 +16,8 @@ from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.conversation import sampling_overrides
 from roundhouse.rollout.protocol import BadTaskRow
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
-from tests.gym.playground import (
-    SAMPLING,
-    Counter,
-    Reply,
-    ScriptedPolicy,
-    by_turn,
-    calls,
-    counter_row,
-    rollout_config,
-    says,
-    serving,
-    spec_of,
-)
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, by_turn, calls, rollout_config, says, serving, spec_of
 
 RUN = Sampling(temperature=1.0, max_new_tokens=512)
 

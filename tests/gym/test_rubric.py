@@ -14,16 +14,17 @@ from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.collection.collector import rollout_metrics
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.environments import Audit, EnvironmentConfig, Rubric
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.environments import load_to_serve
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import ContextOverflow
 from roundhouse.http.ports import HttpThread
 from roundhouse.infra.checks.reachability import configured
-from roundhouse.replay.rollouts import open_for_replay
-from roundhouse.replay.verdicts import judge_all, rescore
+from roundhouse.replays.rollouts import open_for_replay
+from roundhouse.replays.verdicts import judge_all, rescore
 from roundhouse.rollout.agents import play_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.rubric import read_verdict, refuse_unfit_criteria
@@ -34,10 +35,13 @@ from roundhouse.stages.report import report_iteration
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify as verify_store
 from roundhouse.trajectories.records import Rollout, Status
-from tests.gym.playground import SAMPLING, ScriptedPolicy, counter_row, rollout_config, says, spec_of
-from tests.replay.recorded import collected, demonstrated, opened
+from tests.gym.counter import counter_row
+from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, spec_of
+from tests.replays.recorded import collected, demonstrated, opened
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
+JUDGING = "tests.gym.judging"
+"""Functions that score; a process that loads them imports little."""
 FAST_RETRY = {"attempts": 2, "first_delay_seconds": 0.001}
 Told = tuple[int, Any]
 
@@ -90,7 +94,7 @@ def judge() -> Iterator[JudgeEndpoint]:
 
 
 def counter(rubric: dict[str, Any]) -> EnvironmentConfig:
-    return CONFIG.validate_python({"kind": "custom", "target": "tests.gym.playground:Counter", "rubric": rubric})
+    return CONFIG.validate_python({"kind": "custom", "target": "tests.gym.counter:Counter", "rubric": rubric})
 
 
 async def play(
@@ -107,7 +111,7 @@ async def play(
 
 async def audited(audit: dict[str, Any], count: int = 1, on_policy: bool = True) -> list[Rollout]:
     """Rollouts of the counter, whose own verifier rewards them with 1, under this audit."""
-    config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.playground:Counter", "audit": audit})
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.counter:Counter", "audit": audit})
     async with open_environment(config) as environment:
         policy = ScriptedPolicy(lambda messages, seed: says("Paris."))
         attempts = [
@@ -121,27 +125,6 @@ def kept_in(store: Path) -> int:
     return len([*store.glob("judgements/*/*.json")])
 
 
-def half(task: TaskRow, items: list[dict[str, Any]]) -> float:
-    assert items[-1]["role"] == "assistant"
-    return 0.5
-
-
-def nothing_right(task: TaskRow, items: list[dict[str, Any]]) -> float:
-    return 0.0
-
-
-async def truth(task: TaskRow, items: list[dict[str, Any]]) -> bool:
-    return True
-
-
-def raises(task: TaskRow, items: list[dict[str, Any]]) -> float:
-    raise RuntimeError("no opinion")
-
-
-def too_much(task: TaskRow, items: list[dict[str, Any]]) -> float:
-    return 7.0
-
-
 async def test_the_reward_is_the_weighted_mean_of_the_criteria_each_a_component(judge: JudgeEndpoint) -> None:
     judge.reply = lambda body: (
         200,
@@ -150,8 +133,8 @@ async def test_the_reward_is_the_weighted_mean_of_the_criteria_each_a_component(
     criteria = {
         "right": {"question": "Is it right?", "weight": 3},
         "style": {"question": "How well is it said?", "scale": [0, 10]},
-        "short": {"function": f"{__name__}:half"},
-        "true": {"function": f"{__name__}:truth"},
+        "short": {"function": f"{JUDGING}:half"},
+        "true": {"function": f"{JUDGING}:truth"},
     }
     rollout = await play(judge.rubric(criteria=criteria, own_weight=2, shown=["answer"]), row=counter_row(answer="P"))
     own = rollout.reward_components.pop("environment") / 2 * 8
@@ -188,6 +171,71 @@ async def test_the_endpoint_gets_what_is_configured_and_the_key_by_its_variable(
         open_environment(counter(judge.rubric(judge=section)))
 
 
+PANEL = """
+import asyncio
+from roundhouse.rollout.rubric import Answer
+
+class Panel:
+    asked = []
+
+    def __init__(self, judge):
+        self.model = judge.model
+
+    async def ask(self, messages):
+        self.asked.append((self.model, [each["role"] for each in messages]))
+        if self.model == "away" and len(self.asked) == 1:
+            raise ConnectionError("no route")
+        if self.model == "slow":
+            await asyncio.sleep(60)
+        if self.model == "broken":
+            raise KeyError("text")
+        return "yes" if self.model == "text" else Answer("Verdict: yes", 3, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "calls", "error"),
+    [
+        ("panel", 1, None),
+        ("away", 2, None),
+        ("slow", 2, "judge_failed"),
+        ("broken", 1, "judge_refused"),
+        ("text", 2, "judge_unreadable"),
+    ],
+)
+async def test_a_judge_service_of_the_user_is_asked_retried_counted_and_cached(
+    model: str, calls: int, error: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "judges.py").write_text(PANEL)
+    section = {"service": f"{tmp_path}/judges.py:Panel", "model": model, "timeout_seconds": 0.05}
+    rubric = {"criteria": {"right": {"question": "Is it right?"}}, "judge": section}
+    rollout, again = [await play(rubric, tmp_path / "store") for _ in range(2)]
+    assert rollout.metrics["judge_calls"] == calls
+    if error is not None:
+        assert rollout.failure_code == error
+        assert rollout.reward is None
+        return
+    assert (rollout.reward, rollout.metrics["judge_prompt_tokens"]) == (1.0, 3)
+    assert again.metrics["judge_cached"] == 1
+
+
+@pytest.mark.parametrize(
+    ("judge", "text"),
+    [
+        ({"service": "a:B"}, "judge.service is a:B, but judge.model is unset"),
+        (
+            {"service": "a:B", "model": "m", "base_url": "http://a/v1"},
+            "judge.base_url is set, but judge.service is a:B",
+        ),
+        ({"service": "panel", "model": "m"}, "'panel' is no judge service: no plug-in has one"),
+    ],
+)
+def test_a_judge_service_that_cannot_be_is_refused(judge: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        counter({"criteria": {"right": {"question": "Is it right?"}}, "judge": judge})
+    assert text in str(error.value)
+
+
 async def test_a_conversation_is_judged_once_and_anew_by_another_model_prompt_or_question(
     judge: JudgeEndpoint, tmp_path: Path
 ) -> None:
@@ -211,6 +259,9 @@ async def test_a_conversation_is_judged_once_and_anew_by_another_model_prompt_or
     assert kept_in(tmp_path) == 6
 
 
+YES = {"choices": [{"message": {"content": "Verdict: yes"}}]}
+
+
 @pytest.mark.parametrize(
     ("told", "code", "calls"),
     [
@@ -222,6 +273,9 @@ async def test_a_conversation_is_judged_once_and_anew_by_another_model_prompt_or
         ((200, "Hard to say."), "judge_unreadable", 2),
         ((200, "Verdict: 7"), "judge_unreadable", 2),
         ((200, {"choices": []}), "judge_unreadable", 2),
+        ((200, {**YES, "usage": {"prompt_tokens": 10**30}}), "judge_unreadable", 2),
+        ((200, {**YES, "usage": {"prompt_tokens": -1}}), "judge_unreadable", 2),
+        ((307, {}), "judge_refused", 1),
         ((200, None), "judge_failed", 2),
     ],
     ids=str,
@@ -253,7 +307,7 @@ async def test_a_judge_that_nobody_is_at_fails_the_rollout() -> None:
 
 @pytest.mark.parametrize(("function", "code"), [("raises", "verifier_failed"), ("too_much", "bad_reward")])
 async def test_a_function_that_gives_no_score_fails_the_rollout(function: str, code: str) -> None:
-    rollout = await play({"criteria": {"mine": {"function": f"{__name__}:{function}"}}})
+    rollout = await play({"criteria": {"mine": {"function": f"{JUDGING}:{function}"}}})
     assert (rollout.status, rollout.failure_code, rollout.reward) == (Status.FAILED, code, None)
 
 
@@ -285,19 +339,19 @@ async def test_no_more_calls_are_in_flight_than_are_allowed(judge: JudgeEndpoint
 
 @pytest.mark.parametrize(("function", "agrees"), [("half", 1.0), ("nothing_right", 0.0)])
 async def test_an_audit_says_whether_it_agrees_and_leaves_the_reward_alone(function: str, agrees: float) -> None:
-    [plain] = await audited({"criteria": {"a": {"function": f"{__name__}:half"}}, "reward_at_least": 2})
-    [rollout] = await audited({"criteria": {"a": {"function": f"{__name__}:{function}"}}})
+    [plain] = await audited({"criteria": {"a": {"function": f"{JUDGING}:half"}}, "reward_at_least": 2})
+    [rollout] = await audited({"criteria": {"a": {"function": f"{JUDGING}:{function}"}}})
     assert "audit_agrees" not in plain.metrics, "its reward is below reward_at_least"
     assert rollout.metrics["audit_agrees"] == agrees
     assert (rollout.reward, rollout.reward_components) == (plain.reward, plain.reward_components)
-    [strict] = await audited({"criteria": {"a": {"function": f"{__name__}:half"}}, "agrees_at": 0.6})
+    [strict] = await audited({"criteria": {"a": {"function": f"{JUDGING}:half"}}, "agrees_at": 0.6})
     assert strict.metrics["audit_agrees"] == 0
     metrics = rollout_metrics([plain, rollout, strict])
     assert (metrics["audit/rollouts"], metrics["audit/refused"]) == (2, 2 - agrees)
 
 
 async def test_an_audit_looks_at_a_share_of_the_rollouts_that_are_trained_on_the_same_each_time() -> None:
-    audit = {"criteria": {"a": {"function": f"{__name__}:half"}}, "share": 0.4}
+    audit = {"criteria": {"a": {"function": f"{JUDGING}:half"}}, "share": 0.4}
     looked = [["audit_agrees" in each.metrics for each in await audited(audit, count=60)] for _ in range(2)]
     assert looked[0] == looked[1]
     assert 12 <= sum(looked[0]) <= 36
@@ -349,7 +403,7 @@ def test_a_judge_that_does_not_judge_is_refused_before_the_run(judge: JudgeEndpo
     refuse_unfit_criteria(rubric, "environment.rubric", ask=False)
     with pytest.raises(ConfigError, match=r"environment\.audit\.judge\.base_url"):
         refuse_unfit_criteria(Audit.model_validate(judge.rubric()), "environment.audit", ask=True)
-    missing = Rubric.model_validate({"criteria": {"mine": {"function": f"{__name__}:nothing"}}})
+    missing = Rubric.model_validate({"criteria": {"mine": {"function": f"{JUDGING}:nothing"}}})
     with pytest.raises(ConfigError, match=r"rubric\.criteria\.mine\.function .* no function nothing"):
         refuse_unfit_criteria(missing, "environment.rubric", ask=False)
 
@@ -387,7 +441,7 @@ def test_an_environment_that_is_served_has_no_rubric() -> None:
         load_to_serve(CONFIG.validate_python({"kind": "calculator", "rubric": FUNCTION}))
 
 
-FUNCTION = {"criteria": {"half": {"function": f"{__name__}:half"}}}
+FUNCTION = {"criteria": {"half": {"function": f"{JUDGING}:half"}}}
 
 
 def test_stored_rollouts_are_judged_anew_at_the_price_of_one_call_each(judge: JudgeEndpoint, tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
 from tests.generation.servers import serve
 from tests.gym.collecting import collect
-from tests.gym.playground import SAMPLING, Counter, counter_row, rollout_config, serving_counter, turns_of
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import SAMPLING, rollout_config, serving_counter, turns_of
+
+pytestmark = pytest.mark.real
 
 PROMPT, REPLY, RESULT = list(range(1000, 1256)), list(range(2000, 2064)), list(range(3000, 3064))
 

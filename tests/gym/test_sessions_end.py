@@ -25,15 +25,14 @@ from roundhouse.rollout.protocol import ToolEnvironment
 from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import Status
 from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import (
     SAMPLING,
-    Counter,
     Reply,
     ScriptedPolicy,
     all_closed,
     by_turn,
     calls,
-    counter_row,
     rollout_config,
     says,
     serving,

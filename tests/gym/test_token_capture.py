@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from roundhouse.rollout.conversation import chain_calls
 from roundhouse.trajectories.records import digest_tokens
 from roundhouse.trajectories.schemas import rebuild_prompts
 from roundhouse.trajectories.validation import CollectionLimits, validate
+from tests.growth import growth
 from tests.trajectories.rollouts import rollout
 
 BOTH = CollectionLimits(vocabulary_size=100, policy_version=3, max_age=3)
@@ -160,18 +160,12 @@ def test_the_order_of_delivery_does_not_matter(calls: list[dict[str, Any]], rand
     assert chain_calls(shuffled) == chain_calls(calls)
 
 
-def test_four_times_the_branches_cost_about_four_times_the_time():
-    """All pairs of token lists would cost sixteen times."""
+def test_eight_times_the_branches_cost_about_eight_times_the_time():
+    """All pairs of token lists would cost 64 times."""
 
-    def branches(count: int) -> list[dict[str, Any]]:
-        root = list(range(2000))
-        return [call(0, root, [1]), *(call(n, [*root, 1, n], [n]) for n in range(1, count))]
+    def chain(count: int) -> None:
+        assert chain_calls(branches[:count]).roots == 1
 
-    def seconds(calls: list[dict[str, Any]]) -> float:
-        begun = time.process_time()
-        assert chain_calls(calls).roots == 1
-        return time.process_time() - begun
-
-    small, large = branches(100), branches(400)
-    seconds(small)
-    assert min(seconds(large) for _ in range(3)) < 9 * min(seconds(small) for _ in range(3))
+    root = list(range(2000))
+    branches = [call(0, root, [1]), *(call(n, [*root, 1, n], [n]) for n in range(1, 400))]
+    assert growth(chain, 50) < 24

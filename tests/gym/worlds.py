@@ -40,6 +40,8 @@ class Mountain(GymnasiumEnvironment):
             raise ValueError("no mountain")
         climb = Climb(top=row["top"])
         self.climbs.append(climb)
+        if row.get("plan") == "odd first":
+            return (climb, None), row_value(5)
         return (climb, row.get("plan")), f"The top is at {climb.top}."
 
     async def step(self, state: Any, response: dict[str, Any]) -> GymStep:
@@ -52,6 +54,16 @@ class Mountain(GymnasiumEnvironment):
                 raise WorldGone("the world is gone")
             case "nan":
                 return GymStep(None, reward=float("nan"))
+            case "odd observation":
+                return GymStep(row_value({"height": 1}))
+            case "odd outputs":
+                return GymStep(None, tool_outputs=row_value([1]))
+            case "odd output":
+                return GymStep(None, tool_outputs={"call": row_value(7)})
+            case "odd info":
+                return GymStep(None, info=row_value("high"), terminated=True)
+            case "odd metrics":
+                return GymStep(None, metrics=row_value(None), terminated=True)
             case "hang":
                 await asyncio.sleep(3600)
             case "storm" if climb.steps == 1:
@@ -71,6 +83,11 @@ class Mountain(GymnasiumEnvironment):
 
     async def close(self, state: Any) -> None:
         state[0].closed += 1
+
+
+def row_value(value: Any) -> Any:
+    """A value of a type that the world must not return."""
+    return value
 
 
 def climb_row(task_id: str = "climb", top: int = 3, **fields: Any) -> TaskRow:

@@ -15,7 +15,7 @@ from roundhouse.activity import ACTIVITY, Activity
 from roundhouse.config.loading import parse_config
 from roundhouse.health.errors import Severity
 from roundhouse.store.run import open_run
-from tasks.health import heartbeat, reporter_of
+from roundhouse_tasks.health import heartbeat, reporter_of
 
 
 class Clock:

@@ -50,8 +50,9 @@ def test_a_record_that_cannot_be_written_or_read_stops_nothing(tmp_path: Path) -
     place = tmp_path / "run"
     place.mkdir()
     (place / RECORD).write_text("half a rec")
-    with Heartbeat(Location(str(place)), ErrorReporter(), 10, Activity()):
-        (place / RECORD).unlink(missing_ok=True)
+    with Heartbeat(Location(str(place)), ErrorReporter(), 600, Activity()):
+        _until(Location(str(place)), lambda beat: True)  # the first beat; the next is after the block
+        (place / RECORD).unlink()
         (place / RECORD).mkdir()
     assert (place / RECORD).is_dir()
 
@@ -85,3 +86,23 @@ def _until(location: Location, holds: Callable[[Beat], bool], seconds: float = 3
         assert time.monotonic() < deadline, beat
         time.sleep(0.02)
     return beat
+
+
+def test_a_driver_that_was_killed_while_it_trained_is_reported_with_the_keys_to_lower(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    location, activity, after = Location(str(tmp_path)), Activity(), ErrorReporter()
+    heartbeat = Heartbeat(location, ErrorReporter(), 10, activity)
+    activity.start("train", "update 2 of 4")
+    heartbeat._beat(None)
+    with Heartbeat(location, after, 10, Activity()):
+        pass
+    [error] = after.errors()
+    assert error.details == {"code": "process_killed"}
+    assert "train: update 2 of 4" in error.message
+    assert "lower train.tokens_per_microbatch" in error.message
+    shown = [vars(record)["facts"] for record in caplog.records if record.message == "alert"]
+    assert shown == [{"name": "process_killed", "text": error.message}], "the command that resumes shows it"
+    with Heartbeat(location, again := ErrorReporter(), 10, Activity()):
+        pass
+    assert [each.error_id for each in again.errors()] == [error.error_id], "it is reported once"

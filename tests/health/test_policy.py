@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -67,6 +69,8 @@ class OutOfMemoryError(RuntimeError):
     ("error", "kind", "code", "remedy"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), Kind.INFRA, "disk_full", "Free space"),
+        (OSError(errno.EROFS, "Read-only file system", "/cache"), Kind.FATAL, "store_error", "'/cache'. Make the file"),
+        (RuntimeError("can't start new thread"), Kind.INFRA, "out_of_memory", "train.tokens_per_microbatch"),
         (MemoryError(), Kind.INFRA, "out_of_memory", "train.tokens_per_microbatch"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), Kind.INFRA, "out_of_memory", "logits_chunk"),
         (
@@ -89,6 +93,14 @@ def test_errors_of_libraries_get_a_kind_a_code_and_a_remedy(
     assert remedy in str(typed(error))
 
 
+def test_a_full_disk_is_named_if_the_error_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {True: 2**20, False: 2**40}
+    here = str(Path.cwd())
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free[place == here]))
+    assert f"(almost full: {here})" in str(typed(OSError(28, "No space left on device")))
+    assert "almost full" not in str(typed(OSError(28, "No space left on device", "/a/file")))
+
+
 def test_rays_errors_are_of_the_infrastructure() -> None:
     from ray.exceptions import ActorDiedError, RayError
 
@@ -103,6 +115,6 @@ def test_severity_follows_from_the_kind_and_from_whether_it_is_tried_again() -> 
 
 
 def test_the_watchdog_is_by_default_more_patient_than_every_time_limit() -> None:
-    tree = {"run_id": "r", "rollout": {"timeout_seconds": 5000}}
-    assert stall_seconds(parse_config(tree)) > 5000
+    tree = {"run_id": "r", "rollout": {"timeout_seconds": 50_000}}
+    assert stall_seconds(parse_config(tree)) > 50_000
     assert stall_seconds(parse_config(tree | {"failures": {"stall_seconds": 30}})) == 30

@@ -13,6 +13,8 @@ import pytest
 from roundhouse.infra.processes import Child, Children
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -13,13 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from flows._prefect.server import take_database_url
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra import services
 from roundhouse.infra.state import ServiceRecord
+from roundhouse_flows._prefect.server import take_database_url
 from tests.postgres import database, tables
+
+pytestmark = pytest.mark.real
 
 SCRIPT = Path(__file__).parents[2] / "k8s/components/services/databases.sh"
 PASSWORDS = {"POSTGRES_PASSWORD": "p", "PREFECT_DATABASE_PASSWORD": "of-both", "MLFLOW_DATABASE_PASSWORD": "of-both"}

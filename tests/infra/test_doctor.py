@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from packaging.requirements import Requirement
 
 from roundhouse.config.loading import parse_config
 from roundhouse.infra import services
@@ -59,6 +60,19 @@ def test_a_package_that_the_lock_names_and_is_not_there_is_found(tmp_path: Path)
     assert finding.detail.endswith("instead of 0.0.1")
 
 
+def test_versions_outside_of_the_declared_ranges_are_named() -> None:
+    lines = (
+        "prefect>=3.7.7,<3.8",
+        "torch>=2.13,<3",
+        "fsspec>=2026.9",
+        'vllm>=0.32,<0.33; extra == "gpu"',
+        'uv>=1; extra == "dev"',
+    )
+    found = {"prefect": "3.8.0", "torch": "2.13.0+cpu", "vllm": "0.33.1"}
+    outside = machine.outside_of_ranges(map(Requirement, lines), found)
+    assert list(map(str, outside)) == ["prefect<3.8,>=3.7.7", "fsspec>=2026.9", "vllm<0.33,>=0.32"]
+
+
 def test_a_file_in_the_way_of_the_store_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (finding,) = reachability.store(str(tmp_path / "file" / "store"))
@@ -74,6 +88,7 @@ def test_a_store_that_keeps_its_promises_is_ok_and_nothing_stays_in_it(store_uri
     assert Location(store_uri).tree() == []
 
 
+@pytest.mark.real
 def test_a_bucket_whose_host_does_not_answer_is_found_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -97,6 +112,7 @@ def test_a_bucket_whose_host_does_not_answer_is_found_in_time() -> None:
     assert settings["AWS_ENDPOINT_URL"] in finding.remedy
 
 
+@pytest.mark.real
 def test_a_service_that_hangs_is_found_and_one_that_answers_is_ok(state_dir: Path) -> None:
     running = services.up(state_dir, ["gym"], arguments=GYM)
     assert by_name(reachability.services(state_dir))["gym"].status == "ok"
@@ -110,6 +126,7 @@ def test_a_service_that_hangs_is_found_and_one_that_answers_is_ok(state_dir: Pat
     assert "gym.log" in finding.remedy
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", SERVICE_SPECS)
 def test_every_kind_of_service_is_looked_at_while_it_runs(name: str, state_dir: Path) -> None:
     """The deployments of `roundhouse up` had no route: the check broke, and hid Prefect's and MLflow's lines."""
@@ -127,6 +144,7 @@ def test_every_kind_of_service_is_looked_at_while_it_runs(name: str, state_dir: 
     assert (findings[name].status, findings[name].detail) == ("ok", f"{url} answers")
 
 
+@pytest.mark.real
 def test_processes_that_a_killed_supervisor_left_are_found(state_dir: Path) -> None:
     running = services.up(state_dir, ["gym"], arguments=GYM)
     os.kill(running.records["gym"].pid, signal.SIGSTOP)  # it cannot follow the signal of its supervisor's death

@@ -18,10 +18,26 @@ from roundhouse.errors import InfraError
 from tests.gym.playground import serving_counter
 from tests.ports import free_port
 
+pytestmark = pytest.mark.real
+
 ANSWERS = """
 import http.server, os
 port = int(os.environ["NEMO_GYM_CONFIG_DICT"].split("port: ")[1].split()[0])
 http.server.HTTPServer(("127.0.0.1", port), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
+
+
+LOADS = """
+import http.server, os
+port = int(os.environ["NEMO_GYM_CONFIG_DICT"].split("port: ")[1].split()[0])
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Handler.asked += 1
+        self.send_response(503 if Handler.asked < 4 else 200)
+        self.send_header("X-Asked", str(Handler.asked))
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -93,6 +109,16 @@ async def test_any_http_answer_counts_as_ready_and_the_head_tells_of_an_end(serv
                 await asyncio.wait_for(group.until(asyncio.Event()), 20)
             (told,) = (await http.get(f"{group.head_url}/server_instances")).json()
             assert told["status"] == "connection_error"
+
+
+async def test_a_server_that_answers_503_is_not_ready_yet(servers):
+    """It was ready with "loading the model"."""
+    group = servers(LOADS)
+    async with group:
+        await group.start()
+        async with httpx.AsyncClient() as http:
+            reply = await http.get(group.running()[0].url)
+    assert (reply.status_code, reply.headers["X-Asked"]) == (200, "5")
 
 
 async def test_until_returns_when_it_is_told_to(servers):

@@ -25,6 +25,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.real
 async def test_a_service_that_keeps_dying_is_given_up_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRe
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("worth", "ends"), [(0.0, "ready"), (600.0, "failed")])
 async def test_a_first_start_that_ends_is_tried_again_only_where_it_had_waited_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: float, ends: str

@@ -40,7 +40,7 @@ def api_url(running: Services) -> str:
     return f"{running.prefect_ui_url}/api"
 
 
-pytestmark = pytest.mark.timeout(TIME_LIMIT + 60)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(TIME_LIMIT + 60)]
 
 
 def test_every_service_answers_and_ray_and_prefect_only_those_who_have_their_secret(running: Services) -> None:

@@ -25,6 +25,8 @@ from roundhouse.infra.services import Services, local_services
 from roundhouse.infra.state import RunningServices, ServiceRecord, StateDirectory, WantedServices
 from roundhouse.store import process_identity
 
+pytestmark = pytest.mark.real
+
 GYM = {"gym": ["--environment", "calculator"]}
 Remaining = Callable[[Path], list[psutil.Process]]
 

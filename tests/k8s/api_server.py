@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 Object = dict[str, Any]
 
 _PATH = re.compile(
-    r"^/(?:api/v1|apis/(?P<group>[^/]+/[^/]+))/namespaces/(?P<namespace>[^/]+)/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?$"
+    r"^/(?:api/v1|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?$"
 )
 _KINDS = {
     "jobs": "Job",
@@ -32,6 +32,9 @@ _KINDS = {
     "secrets": "Secret",
     "events": "Event",
     "rayservices": "RayService",
+    "rayclusters": "RayCluster",
+    "localqueues": "LocalQueue",
+    "workloadpriorityclasses": "WorkloadPriorityClass",
     "sandboxclaims": "SandboxClaim",
     "sandboxes": "Sandbox",
 }
@@ -51,6 +54,8 @@ class ApiState:
         self.logs: dict[str, str] = {}
         """What each pod has written, every line with its time stamp."""
         self.ended_logs: set[str] = set()
+        self.groups: dict[str, str] = {}
+        """Preferred version of each API group that `/apis` lists."""
         self.execute: Callable[[BaseHTTPRequestHandler, str], None] = no_exec
         """Answers an exec in a pod (`pod_exec.py`)."""
 
@@ -173,6 +178,10 @@ class _Requests(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.path == "/apis":
+            groups = [{"name": name, "preferredVersion": {"version": at}} for name, at in self.state.groups.items()]
+            self._reply(200, {"groups": groups})
+            return
         place, query = self._place()
         if place is None:
             return
@@ -214,7 +223,7 @@ class _Requests(BaseHTTPRequestHandler):
         if match is None or match["plural"] not in _KINDS:
             self._reply(404, _status(404, "NotFound", "the server could not find the requested resource"))
             return None, query
-        return (match["plural"], match["namespace"], match["name"] or "", match["sub"] or ""), query
+        return (match["plural"], match["namespace"] or "", match["name"] or "", match["sub"] or ""), query
 
     def _body(self) -> Object:
         length = int(self.headers.get("Content-Length") or 0)

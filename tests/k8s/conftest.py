@@ -16,7 +16,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A real control plane."""
     found = assets()
     if found is None:
-        pytest.skip("KUBEBUILDER_ASSETS names no directory with kube-apiserver: not run before a real API server")
+        pytest.skip("needs a real API server: set KUBEBUILDER_ASSETS to a directory with etcd and kube-apiserver")
     with control_plane(found, tmp_path_factory.mktemp("control-plane")) as running:
         yield running
 
@@ -29,7 +29,7 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
         return
     plane: ControlPlane = request.getfixturevalue("plane")
     if not plane.has_controllers:
-        pytest.skip("KUBEBUILDER_ASSETS has no kube-controller-manager: no Job controller")
+        pytest.skip("needs the Job controller: put kube-controller-manager into KUBEBUILDER_ASSETS")
     with real_stand(plane) as ready:
         yield ready
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -153,6 +154,7 @@ class Operator:
     def __init__(self, cluster: Cluster, namespace: str, serve: Serve) -> None:
         self._cluster, self._serve = cluster, serve
         self._path = f"/apis/ray.io/v1/namespaces/{namespace}/rayservices"
+        self._clusters = f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters"
         self._handed_on: dict[str, str] = {}
         self.specs: list[Object] = []
         """`rayClusterConfig` of each look that saw another one: more than one would be a new cluster."""
@@ -176,6 +178,7 @@ class Operator:
         spec, metadata = service["spec"], service["metadata"]
         if self.specs[-1:] != [spec["rayClusterConfig"]]:
             self.specs.append(spec["rayClusterConfig"])
+        cluster = self._cluster_of(service)
         text = spec.get("serveConfigV2") or ""
         statuses = self._serve.statuses()
         if self._handed_on.get(metadata["uid"]) != text:
@@ -187,10 +190,26 @@ class Operator:
             self._handed_on[metadata["uid"]] = text
         status = {
             "observedGeneration": metadata["generation"],
-            "activeServiceStatus": {"rayClusterName": f"{metadata['name']}-1", "applicationStatuses": statuses},
+            "activeServiceStatus": {"rayClusterName": cluster, "applicationStatuses": statuses},
         }
         if status != service.get("status"):
             self._cluster.patch(f"{self._path}/{metadata['name']}/status", {"status": status})
+
+    def _cluster_of(self, service: Object) -> str:
+        """Return the name of the RayService's cluster; without one it is made of the template, which never changes it later."""
+        name = ((service.get("status") or {}).get("activeServiceStatus") or {}).get("rayClusterName")
+        if name is not None:
+            try:
+                self._cluster.get(f"{self._clusters}/{name}")
+                return str(name)
+            except ApiRefused as refused:
+                if refused.status != 404:
+                    raise
+        name = f"{service['metadata']['name']}-{uuid.uuid4().hex[:5]}"
+        spec = service["spec"]["rayClusterConfig"]
+        body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name}, "spec": through_go(spec)}
+        self._cluster.create(self._clusters, body)
+        return name
 
     def _warn(self, metadata: Object, message: str) -> None:
         involved = {"kind": "RayService", "name": metadata["name"], "namespace": metadata["namespace"]}
@@ -223,16 +242,18 @@ def through_go(value: Any) -> Any:
 
 
 def install_crd(admin: Cluster) -> None:
-    """Let a real API server know RayServices; skip where their definition is not at hand."""
+    """Let a real API server know RayServices and RayClusters; skip where their definition is not at hand."""
     if not CRDS.is_dir():
-        pytest.skip("the CRDs of KubeRay are not beside the repository")
+        pytest.skip("needs KubeRay's CRDs in shared/kuberay-crds beside the repository")
 
-    def known() -> bool:
+    def is_known(plural: str) -> bool:
         try:
-            return bool(admin.get("/apis/ray.io/v1/namespaces/default/rayservices"))
+            return bool(admin.get(f"/apis/ray.io/v1/namespaces/default/{plural}"))
         except ApiRefused:
             return False
 
-    if not known():
-        admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of("RayService"))
-        until(known, "the definition of RayServices")
+    for kind in ("RayService", "RayCluster"):
+        plural = f"{kind.lower()}s"
+        if not is_known(plural):
+            admin.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd_of(kind))
+            until(lambda plural=plural: is_known(plural), f"the definition of {plural}")

@@ -36,12 +36,12 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 def images(*roles: str) -> dict[str, str]:
     """The images of the roles; skips the test where there is no cluster, or an image is not named."""
     if "KUBECONFIG" not in os.environ:
-        pytest.skip("KUBECONFIG names no cluster: not run on nodes")
+        pytest.skip("needs a cluster: set KUBECONFIG")
     pairs = [item.partition("=") for item in os.environ.get(VARIABLE, "").split(",") if item]
     named = {role: image for role, _, image in pairs}
     assert set(named) <= set(ROLES), f"{VARIABLE} has {sorted(named)}; there are {ROLES}"
     if missing := [role for role in roles if role not in named]:
-        pytest.skip(f"{VARIABLE} names no image for {', '.join(missing)}: not run on nodes")
+        pytest.skip(f"needs images on the cluster: name one for {', '.join(missing)} in {VARIABLE}")
     return named
 
 

@@ -47,7 +47,7 @@ class Kubelet:
         """Of pods whose container is a process of this machine, by the pod's uid."""
         self._stopped = False
         self._known: set[str] = set()
-        self._ending: set[str] = set()
+        self.ending: set[str] = set()
         self._path = f"/api/v1/namespaces/{namespace}/pods"
         self._watched = Watched(cluster, self._path, selector, self._changed)
 
@@ -60,8 +60,8 @@ class Kubelet:
     def _changed(self, pod: Object | None) -> None:
         for item in [pod] if pod is not None else list(getattr(self, "_watched", _NONE)._present.values()):
             uid = item["metadata"]["uid"]
-            if item["metadata"].get("deletionTimestamp") and uid not in self._ending:
-                self._ending.add(uid)
+            if item["metadata"].get("deletionTimestamp") and uid not in self.ending:
+                self.ending.add(uid)
                 threading.Thread(target=self._end, args=(item,), daemon=True).start()
             elif uid not in self._known and not item["metadata"].get("deletionTimestamp"):
                 self._known.add(uid)
@@ -81,6 +81,7 @@ class Kubelet:
     def _end(self, pod: Object) -> None:
         if (process := self.processes.get(pod["metadata"]["uid"])) is not None:
             process.terminate()
+        self._end_log(pod)
         body = {"gracePeriodSeconds": 0}
         try:
             self.cluster._json("DELETE", f"{self._path}/{pod['metadata']['name']}", {}, body)
@@ -89,7 +90,9 @@ class Kubelet:
                 raise
 
     def status(self, pod: Object, **fields: Any) -> None:
-        """Write the pod's status as a kubelet would."""
+        """Write the pod's status as a kubelet would; the log of a pod that has ended gets no more lines."""
+        if fields.get("phase") in ("Failed", "Succeeded"):
+            self._end_log(pod)
         name = pod["metadata"]["name"]
         self.cluster.patch(f"{self._path}/{name}/status", {"status": fields})
 
@@ -136,7 +139,6 @@ class Kubelet:
         self.exit(pod, 0)
 
     def exit(self, pod: Object, code: int, reason: str = "", message: str = "") -> None:
-        self._end_log(pod)
         ended = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
         ended |= {"startedAt": now(), "finishedAt": now()}
         status = self._container(pod, {"terminated": ended, "running": None})
@@ -144,7 +146,6 @@ class Kubelet:
 
     def disrupt(self, pod: Object, reason: str, message: str = "") -> None:
         """The pod is ended from outside: preempted, drained, lost with its node."""
-        self._end_log(pod)
         condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
         self.status(pod, phase="Failed", conditions=[condition], containerStatuses=[self._killed(pod)])
 
@@ -192,7 +193,7 @@ def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None =
         text=True,
     )
     kubelet.processes[pod["metadata"]["uid"]] = process
-    if pod["metadata"]["uid"] in kubelet._ending:  # it was deleted meanwhile
+    if pod["metadata"]["uid"] in kubelet.ending:  # it was deleted meanwhile
         process.terminate()
     assert process.stdout is not None
     for line in process.stdout:
@@ -305,6 +306,10 @@ class JobController:
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
         job["status"]["conditions"] = [condition]
         self._state.record("jobs", "MODIFIED", job)
+        for pod in self._pods(job):
+            if pod.get("status", {}).get("phase") in (None, "Pending", "Running") and kind == "Failed":
+                pod["metadata"].setdefault("deletionTimestamp", now())
+                self._state.record("pods", "MODIFIED", pod)
 
     def _pods(self, job: Object) -> list[Object]:
         uid = job["metadata"]["uid"]

@@ -31,7 +31,7 @@ from tests.waiting import until
 
 Object = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 CLAIM = "roundhouse-cache"
 

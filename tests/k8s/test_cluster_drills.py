@@ -26,7 +26,7 @@ from tests.waiting import until
 
 Object = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 ITERATIONS = 2
 ROLLOUTS = 128

@@ -17,6 +17,8 @@ from roundhouse.errors import ConfigError, DataError, InfraError
 from tests.k8s.nodes import Command, Nodes, fresh_namespace, images
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 SLEEP = "import time; print('here', flush=True); time.sleep(60)"
 
 

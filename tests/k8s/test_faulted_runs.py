@@ -17,10 +17,10 @@ import pytest
 
 from roundhouse.store.run import Run, load_run
 from roundhouse.store.stage import Manifest, read_manifest
-from tests.chaos.nursery import Child
 from tests.chaos.outcome import Outcome
 from tests.chaos.stand import Stand as Machine
 from tests.chaos.stand import stand as machine_stand
+from tests.fork_server import ForkedProgram
 from tests.k8s import stand as stands
 from tests.k8s.fault_plan import DECKS, FaultPlan
 from tests.k8s.players import variables_of
@@ -71,7 +71,7 @@ def unfaulted(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Pla
 
 def play(machine: Machine, stand: Stand, run_id: str) -> Played:
     """`roundhouse train` to its end, with its training steps as Jobs of the stand."""
-    stand.kubelet.behave = lambda pod: run_in_nursery(machine, stand, pod)
+    stand.kubelet.behave = lambda pod: run_as_fork(machine, stand, pod)
     trainer = {"cpu": "100m", "memory": "64Mi", "scratch": "1Gi", "shared_memory": "16Mi"}
     infra = machine.settings["infra"] | {"kind": "kubernetes", "namespace": stand.namespace, "trainer": trainer}
     train = machine.settings["train"] | {"service": {"kind": "process"}}
@@ -79,7 +79,7 @@ def play(machine: Machine, stand: Stand, run_id: str) -> Played:
     infra["store_claim"] = "store"
     configuration = machine.configuration(run_id, train=train, infra=infra, tracking=tracking)
     began = machine.train(configuration, {"KUBECONFIG": str(stand.kubeconfig)})
-    assert isinstance(began, Child)
+    assert isinstance(began, ForkedProgram)
     try:
         code = began.wait(SECONDS)
     finally:
@@ -90,14 +90,14 @@ def play(machine: Machine, stand: Stand, run_id: str) -> Played:
     return Played(run, Outcome.of(run), stand.found("jobs"), stand.kubelet.pods, list(stand.faults.seen), log)
 
 
-def run_in_nursery(machine: Machine, stand: Stand, pod: Object) -> None:
+def run_as_fork(machine: Machine, stand: Stand, pod: Object) -> None:
     """What a kubelet does with a pod, its process born with everything imported."""
     _, module, *arguments = pod["spec"]["containers"][0]["args"]
     log = machine.directory / f"{pod['metadata']['name']}.log"
     log.touch()
     stand.kubelet.run(pod)
-    assert machine.nursery is not None
-    child = machine.nursery.start(module, arguments, log, variables_of(pod))
+    assert machine.fork_server is not None
+    child = machine.fork_server.start(module, arguments, log, variables_of(pod))
     try:
         with log.open() as lines:
             deadline = time.monotonic() + SECONDS

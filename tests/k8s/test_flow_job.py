@@ -24,7 +24,7 @@ def rules_of(job: Object) -> list[Object]:
     return rules
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl: install the client of Kubernetes")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_overlay_ends_the_flow_at_the_codes_for_which_repeating_cannot_help(overlay: str) -> None:
     [job] = [

@@ -57,6 +57,8 @@ from tests.k8s.validation import ROOT, pod_specs, problems, unrestricted
 from tests.ports import free_ports, listens
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 Object = dict[str, Any]
 
 SECRET = "sesame-of-the-judge"
@@ -130,7 +132,7 @@ class Machine:
         look_up = socket.getaddrinfo
 
         def getaddrinfo(host: Any, *rest: Any, **options: Any) -> Any:
-            return look_up("127.0.0.1" if self.name.fullmatch(str(host)) else host, *rest, **options)
+            return look_up("127.0.0.1" if self.name.fullmatch(os.fsdecode(host or "")) else host, *rest, **options)
 
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
@@ -269,8 +271,16 @@ def test_no_rollout_is_asked_for_before_every_server_answers(
 
 # -- ends -----------------------------------------------------------------------------------------------------------
 
-FLOW = """
-import json, re, socket, sys, time
+RESOLVER = """
+import os, socket
+look_up = socket.getaddrinfo
+def local(host, *rest, **options):  # asynchronous clients look a name up as bytes
+    return look_up("127.0.0.1" if os.fsdecode(host or "").endswith(".svc") else host, *rest, **options)
+socket.getaddrinfo = local
+"""
+"""Has a program read the name of a Service as the loopback address."""
+FLOW = f"""
+import json, re, sys, time
 from pathlib import Path
 from roundhouse.config.environments import NemoGymEnvironment
 from roundhouse.config.gym_servers import HEAD_VARIABLE
@@ -278,11 +288,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.refit import own_gym
 from roundhouse.store.run import open_run
-look_up = socket.getaddrinfo
-def local(host, *rest, **options):
-    return look_up("127.0.0.1" if str(host).endswith(".svc") else host, *rest, **options)
-socket.getaddrinfo = local
-with own_gym(open_run(parse_config(json.loads(sys.argv[1])))):
+{RESOLVER}with own_gym(open_run(parse_config(json.loads(sys.argv[1])))):
     print("up", flush=True)
     time.sleep(600)
 """
@@ -444,14 +450,10 @@ def test_the_calls_of_a_start_and_an_end_are_those_that_the_flow_is_granted(
     assert made <= {(verb, kind) for verb, _, kind in granted}
 
 
-TRAIN = """
-import socket, sys
+TRAIN = f"""
+import sys
 from roundhouse.cli import main
-look_up = socket.getaddrinfo
-def local(host, *rest, **options):
-    return look_up("127.0.0.1" if str(host).endswith(".svc") else host, *rest, **options)
-socket.getaddrinfo = local
-main()
+{RESOLVER}main()
 """
 
 

@@ -125,6 +125,7 @@ def test_a_builder_whose_client_is_here_and_does_not_work_is_passed_over(tmp_pat
     assert "none of docker, podman and buildah works here" in done.stderr
 
 
+@pytest.mark.real
 def test_the_gym_image_starts_here_too() -> None:
     """The smoke command, on this machine's environment."""
     smoke = ["sh", str(ROOT / "images/smoke.sh"), "gym", sys.executable]

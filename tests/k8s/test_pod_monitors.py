@@ -23,7 +23,9 @@ from tests.waiting import until
 
 Object = dict[str, Any]
 
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
+pytestmark = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="needs kubectl: install the client of Kubernetes"
+)
 
 RAY = {"name": "metrics", "containerPort": 8080}
 """What KubeRay adds to a container of its pods that does not declare it."""

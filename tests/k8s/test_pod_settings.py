@@ -13,13 +13,17 @@ from unittest import mock
 import httpx
 import pytest
 
-from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
+from roundhouse.config import kubernetes as settings_of_infra
+from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine, Toleration, TrainerPods
+from roundhouse.config.section import RECORDED
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import InfraError
 from roundhouse.infra.kubernetes import cluster, rayservice
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
+from roundhouse.infra.kubernetes.serve_config import Told
 from roundhouse.infra.kubernetes.stage_jobs import GymJob, TrainJob
+from roundhouse.infra.kubernetes.stage_pod import pod
 from roundhouse.launch.kubernetes_jobs import KubernetesLauncher
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 
@@ -66,6 +70,22 @@ def test_a_key_of_the_trainer_is_in_its_job(key: str) -> None:
 def test_a_key_that_all_pods_share_is_in_the_job(key: str) -> None:
     plain, changed = train_manifest(), train_manifest(**{key: SHARED[key]})
     assert changed != plain
+
+
+def test_a_job_in_a_queue_names_its_priority_and_one_without_a_queue_is_refused() -> None:
+    labels = train_manifest(queue="team", queue_priority="urgent")["metadata"]["labels"]
+    assert (labels["kueue.x-k8s.io/queue-name"], labels["kueue.x-k8s.io/priority-class"]) == ("team", "urgent")
+    assert not any(name.startswith("kueue") for name in train_manifest()["metadata"]["labels"])
+    with pytest.raises(ValueError, match="queue_priority is 'urgent', and no queue is named"):
+        KubernetesInfra.model_validate({"queue_priority": "urgent"})
+
+
+def test_the_namespace_is_that_of_the_pod_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KubernetesInfra().namespace == "roundhouse"
+    (tmp_path / "namespace").write_text("team-a\n")
+    monkeypatch.setattr(settings_of_infra, "IN_CLUSTER_NAMESPACE", str(tmp_path / "namespace"))
+    assert KubernetesInfra().namespace == "team-a"
+    assert KubernetesInfra(namespace="team-b").namespace == "team-b"
 
 
 def test_the_claim_of_the_store_is_in_the_job() -> None:
@@ -124,7 +144,7 @@ def test_where_a_rayservice_answers_and_how_long_its_operator_may_say_nothing(mo
     assert asked == ["http://there:1/rh/replicas"]
     waiting = rayservice._RefitWait(served, mock.MagicMock(), {}, 2, 600, began=time.monotonic() - 20)
     with pytest.raises(InfraError, match="KubeRay has not looked"):
-        waiting._raise_failures(rayservice.Told(generation=1))
+        waiting._raise_failures(Told(generation=1))
 
 
 @pytest.mark.parametrize("key", [key for key in COLLECTOR if key != "pending_seconds"])
@@ -164,3 +184,23 @@ def test_the_image_of_a_trainer_is_one_that_is_built(gpus: int, device: str, tmp
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BUILDER": "docker"}
     done = subprocess.run([script, device, "trainer"], env=environment, capture_output=True, text=True, check=True)
     assert f"-t {container['image']} ." in done.stdout
+
+
+def test_every_part_of_a_toleration_reaches_the_pod() -> None:
+    taint = {"key": "gpu", "operator": "Equal", "value": "h100", "effect": "NoSchedule"}
+    settings = TrainerPods.model_validate({"tolerations": [taint]})
+    assert pod(settings, {}, "account")["tolerations"] == [taint]
+
+
+def test_a_toleration_is_one_that_kubernetes_takes() -> None:
+    def operator(**given: Any) -> str:
+        return Toleration.model_validate(given).operator
+
+    assert operator(key="gpu", value="h100") == operator(key="gpu", value="") == "Equal"
+    assert operator(key="gpu") == operator() == operator(key="gpu", value=None) == "Exists"
+    recorded = {"key": "gpu", "operator": "Exists", "value": "h100", "effect": None}
+    assert Toleration.model_validate(recorded, context=RECORDED).model_dump() == recorded
+    with pytest.raises(ValueError, match="operator is Exists and value 'h100': set operator to Equal"):
+        operator(**recorded)
+    with pytest.raises(ValueError, match="operator is Equal and value 'h100', without a key"):
+        operator(value="h100")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,15 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from prefect.exceptions import Pause, TerminationSignal
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, DeploymentFailed, InfraError
 from roundhouse.infra.kubernetes import rayservice
-from roundhouse.infra.kubernetes.rayservice import (
-    RayServiceServed,
-    ServedRun,
+from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
+from roundhouse.infra.kubernetes.serve_config import (
     application_in,
     as_handed_on,
     exact_request,
@@ -28,13 +31,18 @@ from roundhouse.infra.kubernetes.rayservice import (
     with_application,
 )
 from roundhouse.stages import refit
-from roundhouse.stages.refit import refit_iteration
+from roundhouse.stages.cost import BudgetReached
+from roundhouse.stages.refit import engine_service, refit_iteration, release_engine
 from roundhouse.stages.report import report_iteration
-from roundhouse.store.run import open_run
+from roundhouse.store.lease import driving
+from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.catalogue import meaning_of
+from roundhouse_flows import engine_end
+from roundhouse_flows.engine_end import engine_released_at_end
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd, through_go
 from tests.k8s.stand import Stand
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -103,7 +111,7 @@ def test_a_refit_writes_the_version_to_the_rayservice_and_changes_no_cluster(sce
     second = engine.ensure(CONFIG, MODEL, "s3://bucket/runs/a/checkpoints/000001", 1)
     assert [replica.policy_version for replica in second] == [1, 1]
     assert len(scene.stand.faults.seen) == 4, "get, apply, list, watch"
-    assert engine.metrics() == {"kubernetes_calls": 4.0}
+    assert engine.metrics() == {"kubernetes_calls": 4.0, "engine_replacements": 0.0}
 
     after = scene.service()
     assert len(scene.operator.specs) == 1, "one rayClusterConfig from beginning to end"
@@ -134,6 +142,44 @@ def test_the_refit_stage_and_the_iterations_report_count_its_calls(
     assert all(meaning_of(name) for name in metrics)
     reported = read_manifest(report_iteration(run, 1)).metrics["kubernetes/calls"]
     assert reported == metrics["refit/kubernetes_calls"] + 8
+
+
+@pytest.mark.parametrize("end", [None, RuntimeError, BudgetReached, Pause, KeyboardInterrupt, TerminationSignal])
+def test_a_flow_that_ends_releases_the_engine_however_it_ends(
+    scene: Scene, tmp_path: Path, end: type[BaseException] | None
+) -> None:
+    """SIGTERM too, since no Job starts this process again."""
+    infra = scene.engine().infra.model_dump(mode="json") | {"store_claim": "store", "state": str(tmp_path / "state")}
+    run = open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra}))
+    engine_service(run).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    with suppress(end or Exception), engine_released_at_end(run):
+        assert application_in(scene.service()["spec"]["serveConfigV2"]) is not None
+        if end is not None:
+            raise end(signal.SIGTERM) if end is TerminationSignal else end("text")
+    assert application_in(scene.service()["spec"]["serveConfigV2"]) is None
+
+
+@pytest.mark.parametrize("released", [engine_end.engine_released_after_use, refit.engine_released_after_use])
+def test_work_beside_a_run_releases_the_engine_unless_a_process_drives_the_run(
+    scene: Scene, tmp_path: Path, released: Callable[[Run], AbstractContextManager[None]]
+) -> None:
+    infra = scene.engine().infra.model_dump(mode="json") | {"store_claim": "store", "state": str(tmp_path / "state")}
+    run = open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra}))
+    engine_service(run).ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    with driving(run.location), released(run):
+        pass
+    assert application_in(scene.service()["spec"]["serveConfigV2"]) is not None
+    with pytest.raises(RuntimeError), released(run):
+        raise RuntimeError("as a failed collection")
+    assert application_in(scene.service()["spec"]["serveConfigV2"]) is None
+
+
+def test_an_engine_that_cannot_be_released_is_a_warning_with_the_remedy(
+    scene: Scene, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    infra = scene.engine(ray_service="gone").infra.model_dump(mode="json") | {"store_claim": "store"}
+    release_engine(open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra})))
+    assert "There is no RayService gone" in caplog.text
 
 
 def test_what_kuberay_hands_on_is_what_was_written(scene: Scene) -> None:
@@ -264,6 +310,86 @@ def test_the_cluster_that_is_made_ready_is_looked_at_before_the_one_that_serves(
     assert not told({}).is_running
 
 
+def test_the_end_of_a_run_takes_the_replicas_away_and_no_other_application(scene: Scene) -> None:
+    engine = scene.engine()
+    scene.stand.admin.patch(
+        scene.path, {"spec": {"serveConfigV2": "applications: [{name: judge, import_path: a:b, route_prefix: /judge}]"}}
+    )
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    scene.engine("another").release()
+    assert _desired(scene)["policy_version"] == 1, "it serves this run"
+    engine.release()
+    until(lambda: not scene.serve.replicas(), "no replica of the policy")
+    assert [each["name"] for each in scene.serve.config["applications"]] == ["judge"]
+    notes = scene.service()["metadata"]["annotations"]
+    assert notes["roundhouse/run"] == "mine", "a suspended run finds its engine again"
+    engine.release()
+    assert len(engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)) == 2
+
+
+@pytest.mark.parametrize("job", ["lives", "ends", None])
+def test_a_signal_leaves_the_replicas_to_the_next_pod_of_the_flows_job(scene: Scene, job: str | None) -> None:
+    stand, engine = scene.stand, scene.engine()
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    pod = {"metadata": {"name": socket.gethostname()}, "spec": {"containers": [{"name": "flow", "image": "i"}]}}
+    if job is not None:
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": f"flow-{job}", "uid": "u", "controller": True}
+        pod["metadata"]["ownerReferences"] = [owner]
+    if job == "lives":
+        template = {"metadata": {}, "spec": {"restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}]}}
+        body = {"metadata": {"name": f"flow-{job}"}, "spec": {"suspend": True, "template": template}}
+        stand.admin.create(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs", body)
+    stand.admin.create(f"/api/v1/namespaces/{stand.namespace}/pods", pod)
+    engine.release(next_pod_resumes=True)
+    application = application_in(scene.service()["spec"]["serveConfigV2"])
+    assert (application is not None) == (job == "lives")
+
+
+def test_a_changed_engine_image_replaces_the_cluster_once_and_is_reported(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scene.engine()
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    first = _clusters(scene)
+    service = scene.service()
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["image"] = (
+        "team/e:2"
+    )
+    scene.stand.admin.patch(scene.path, {"spec": service["spec"]})
+    engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+    until(lambda: _clusters(scene) and _clusters(scene) != first, "another cluster")
+    assert "'roundhouse/engine:0.1.0-cuda' -> 'team/e:2'" in caplog.text
+    assert engine.metrics()["engine_replacements"] == 1
+    second = _clusters(scene)
+    scene.engine().ensure(CONFIG, MODEL, "s3://bucket/2", 2)
+    assert _clusters(scene) == second
+
+
+def test_a_run_without_a_rayservice_makes_one_of_its_own_and_deletes_it(scene: Scene, tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text((ROOT / "k8s/overlays/gpu/rayservice.yaml").read_text())
+    engine = scene.engine(ray_service=None, manifest=str(file))
+    assert len(engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)) == 2
+    path = f"/apis/ray.io/v1/namespaces/{scene.stand.namespace}/rayservices"
+    own = scene.stand.admin.get(f"{path}/{engine.name}")
+    assert [owner["kind"] for owner in own["metadata"]["ownerReferences"]] == ["ConfigMap"]
+    assert own["metadata"]["labels"]["app.kubernetes.io/component"] == "engine", "by which policies select its pods"
+    assert len(engine.name) <= 47, "KubeRay makes longer names of it"
+    engine.release()
+    assert [item["metadata"]["name"] for item in scene.stand.admin.get(path)["items"]] == [scene.name]
+    engine.release()
+    file.write_text("kind: Nothing")
+    with pytest.raises(ConfigError, match=r"infra.engine.manifest: .* has 0 RayServices"):
+        engine.ensure(CONFIG, MODEL, "s3://bucket/1", 1)
+
+
+@pytest.mark.parametrize("engine", [{}, {"ray_service": "a", "manifest": "b"}])
+def test_an_engine_is_named_or_made_and_not_both(engine: Object) -> None:
+    tree = {"run_id": "a", "store": "s3://bucket/x", "infra": {"kind": "kubernetes", "engine": engine}}
+    with pytest.raises(ConfigError, match=r"infra.engine.*set ray_service .* or manifest"):
+        parse_config(tree)
+
+
 def test_two_engines_cannot_be_named() -> None:
     tree = {
         "run_id": "a",
@@ -271,8 +397,13 @@ def test_two_engines_cannot_be_named() -> None:
         "infra": {"kind": "kubernetes", "engine": {"ray_service": "e"}},
         "generation": {"engine_url": "http://e:9000"},
     }
-    with pytest.raises(ConfigError, match=r"generation.engine_url .* infra.engine.ray_service"):
+    with pytest.raises(ConfigError, match=r"generation.engine_url .* infra.engine \(e\)"):
         parse_config(tree)
+
+
+def _clusters(scene: Scene) -> list[str]:
+    path = f"/apis/ray.io/v1/namespaces/{scene.stand.namespace}/rayclusters"
+    return [item["metadata"]["name"] for item in scene.stand.admin.get(path).get("items") or []]
 
 
 def _desired(scene: Scene) -> Object:

@@ -32,6 +32,8 @@ from tests.launch.program import Does
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 
 def resident_run(stand: Stand, store: str, tmp_path: Path, patch: pytest.MonkeyPatch, **trainer: Any) -> Run:
     return cluster_run(stand, store, tmp_path, patch, service={"kind": "resident", "launcher": "kubernetes"}, **trainer)

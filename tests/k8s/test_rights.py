@@ -6,27 +6,30 @@ Before a real API server, with a token of the real service account.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes.client import ApiClient, Configuration
 from typer.testing import CliRunner
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError
 from roundhouse.infra.checks import kubernetes as checks
-from roundhouse.infra.kubernetes.cluster import ApiRefused
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
 from roundhouse.infra.kubernetes.stage_jobs import PLACE
+from tests.k8s.api_server import api_server
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd
 from tests.k8s.stand import Stand, cluster_of, real_stand
 from tests.k8s.test_rayservice import manifest
 from tests.k8s.test_shard_jobs import plan as shard_plan
+from tests.waiting import until
 
 Object = dict[str, Any]
 
@@ -34,23 +37,38 @@ BASE = Path(__file__).parents[2] / "k8s/base"
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 
 
+PLURALS = {
+    "Role": "roles",
+    "RoleBinding": "rolebindings",
+    "ServiceAccount": "serviceaccounts",
+    "ConfigMap": "configmaps",
+    "ValidatingAdmissionPolicy": "validatingadmissionpolicies",
+    "ValidatingAdmissionPolicyBinding": "validatingadmissionpolicybindings",
+}
+
+
 def install(stand: Stand, *files: str) -> None:
-    plurals = {"Role": "roles", "RoleBinding": "rolebindings", "ServiceAccount": "serviceaccounts"}
     for file in files:
         for item in yaml.safe_load_all((BASE / file).read_text()):
             for subject in item.get("subjects", []):
                 subject["namespace"] = stand.namespace
             prefix = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
-            stand.admin.create(f"{prefix}/namespaces/{stand.namespace}/{plurals[item['kind']]}", item)
+            is_cluster_wide = item["kind"].startswith("ValidatingAdmissionPolicy")
+            place = "" if is_cluster_wide else f"/namespaces/{stand.namespace}"
+            try:
+                stand.admin.create(f"{prefix}{place}/{PLURALS[item['kind']]}", item)
+            except ApiRefused as refused:
+                if not is_cluster_wide or refused.status != 409:
+                    raise
 
 
 @pytest.fixture
 def as_flow(plane: ControlPlane, tmp_path: Path) -> Iterator[Stand]:
     """A stand whose code under test is the service account roundhouse-flow."""
     if not plane.has_controllers:
-        pytest.skip("KUBEBUILDER_ASSETS has no kube-controller-manager: nobody makes pods of Jobs")
+        pytest.skip("needs the Job controller: put kube-controller-manager into KUBEBUILDER_ASSETS")
     with real_stand(plane) as stand:
-        install(stand, "accounts.yaml", "rbac.yaml")
+        install(stand, "accounts.yaml", "rbac.yaml", "admission.yaml")
         path = f"/api/v1/namespaces/{stand.namespace}/serviceaccounts/roundhouse-flow/token"
         request = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -63,7 +81,21 @@ def as_flow(plane: ControlPlane, tmp_path: Path) -> Iterator[Stand]:
         stand.kubeconfig = tmp_path / "flow"
         stand.kubeconfig.write_text(yaml.safe_dump(tree))
         stand.cluster = cluster_of(stand.kubeconfig)
+        until(lambda: refusal(stand, lambda job: job["spec"]["template"]["spec"].pop("serviceAccountName")), "policies")
         yield stand
+
+
+def refusal(stand: Stand, change: Callable[[Object], Any]) -> str:
+    """Return the API server's refusal of a changed training Job, tried as the flow; "" if it is accepted."""
+    plan = stand.plan(secret="roundhouse-store", trainer={"cache_claim": "roundhouse-cache"})
+    owner = plan.run_object() | {"metadata": plan.run_object()["metadata"] | {"uid": "1" * 8}}
+    job = plan.job(1, owner)
+    change(job)
+    try:
+        stand.cluster.create(f"/apis/batch/v1/namespaces/{stand.namespace}/jobs", job, dry_run=True)
+    except ApiRefused as refused:
+        return refused.message
+    return ""
 
 
 def test_the_flows_account_may_do_all_that_a_run_does(as_flow: Stand) -> None:
@@ -141,6 +173,100 @@ def test_the_flows_account_may_refit_a_rayservice_and_neither_make_nor_delete_on
     ):
         with pytest.raises(ApiRefused, match="403 Forbidden"):
             attempt()
+    service = as_flow.admin.get(f"{path}/engine")
+    service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["serviceAccountName"] = "roundhouse-flow"
+    with pytest.raises(ApiRefused, match="may change what a RayService serves, and not its cluster"):
+        as_flow.cluster.patch(f"{path}/engine", {"spec": service["spec"]})
+
+
+def test_a_flow_that_makes_its_engine_gives_it_no_account_but_an_engines(as_flow: Stand) -> None:
+    install_crd(as_flow.admin)
+    rights = BASE.parent / "components/run-engine/rbac.yaml"
+    for item in yaml.safe_load_all(rights.read_text()):
+        for subject in item.get("subjects", []):
+            subject["namespace"] = as_flow.namespace
+        as_flow.admin.create(f"{RBAC}/{as_flow.namespace}/{PLURALS[item['kind']]}", item)
+    path = f"/apis/ray.io/v1/namespaces/{as_flow.namespace}/rayservices"
+    as_flow.admin.create(path, manifest("engine", as_flow.namespace))
+    own = manifest("own", as_flow.namespace)
+    own["metadata"]["labels"]["roundhouse/run-uid"] = "0123456789ab"
+    head = own["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    for field, value in (
+        ("serviceAccountName", "roundhouse-flow"),
+        ("volumes", [{"name": "s", "secret": {"secretName": "roundhouse-flow"}}]),
+    ):
+        before, head[field] = head[field], value
+        with pytest.raises(ApiRefused, match=r"not the flow's to give"):
+            as_flow.cluster.create(path, own)
+        head[field] = before
+    as_flow.cluster.create(path, own)
+    assert as_flow.cluster.delete(f"{path}/own")
+    with pytest.raises(ApiRefused, match="of its own run only"):
+        as_flow.cluster.delete(f"{path}/engine")
+
+
+def _volume(**source: Any) -> Callable[[Object], Any]:
+    return lambda job: job["spec"]["template"]["spec"]["volumes"].append({"name": "more", **source})
+
+
+def _container(**fields: Any) -> Callable[[Object], Any]:
+    return lambda job: job["spec"]["template"]["spec"]["containers"][0].update(fields)
+
+
+def _pod_field(**fields: Any) -> Callable[[Object], Any]:
+    return lambda job: job["spec"]["template"]["spec"].update(fields)
+
+
+def _component(name: str) -> Callable[[Object], Any]:
+    return lambda job: job["spec"]["template"]["metadata"]["labels"].update({"app.kubernetes.io/component": name})
+
+
+KEY = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "roundhouse-flow", "key": "ROUNDHOUSE_ENGINE_TOKEN"}}}
+FROM_FLOW = [{"secretRef": {"name": "roundhouse-flow"}}]
+
+
+def test_the_flows_jobs_use_no_account_secret_claim_or_label_but_their_own(as_flow: Stand) -> None:
+    assert refusal(as_flow, lambda job: None) == ""
+    pod = {"restartPolicy": "Never", "serviceAccountName": "any", "containers": [{"name": "c", "image": "i"}]}
+    strangers = {"metadata": {"name": "stranger"}, "spec": {"template": {"metadata": {}, "spec": pod}}}
+    for namespace in ("default", as_flow.namespace):
+        as_flow.admin.create(f"/apis/batch/v1/namespaces/{namespace}/jobs", strangers, dry_run=True)
+    for change, words in (
+        (_pod_field(serviceAccountName="roundhouse-engine-head"), "may not use the account roundhouse-engine-head"),
+        (_pod_field(serviceAccountName="roundhouse-flow"), "may not use the account roundhouse-flow"),
+        (_pod_field(automountServiceAccountToken=True), "may not mount a token"),
+        (_component("flow"), "this label app.kubernetes.io/component"),
+        (_component("store"), "this label app.kubernetes.io/component"),
+        (_container(envFrom=FROM_FLOW), "flow.secrets"),
+        (_container(env=[KEY]), "flow.secrets"),
+        (_pod_field(initContainers=[{"name": "i", "image": "i", "envFrom": FROM_FLOW}]), "flow.secrets"),
+        (_volume(secret={"secretName": "roundhouse-flow"}), "may not mount this volume"),
+        (_volume(projected={"sources": [{"serviceAccountToken": {"path": "t"}}]}), "may not mount this volume"),
+        (_volume(projected={"sources": [{"secret": {"name": "roundhouse-flow"}}]}), "may not mount this volume"),
+        (_volume(persistentVolumeClaim={"claimName": "data-roundhouse-postgres-0"}), "may not mount this volume"),
+        (_volume(hostPath={"path": "/"}), "may not mount this volume"),
+    ):
+        assert words in refusal(as_flow, change), words
+    gym = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "gym-run-config", "key": "calc"}}}
+    assert refusal(as_flow, _container(env=[gym])) == "", "what the flow made itself"
+
+
+def test_the_flows_account_makes_and_deletes_the_secrets_of_its_gym_and_no_others(as_flow: Stand) -> None:
+    path = f"/api/v1/namespaces/{as_flow.namespace}/secrets"
+    own = {"metadata": {"name": "gym-run-config", "labels": {"roundhouse/run-uid": "0123456789ab"}}}
+    as_flow.cluster.create(path, own)
+    assert as_flow.cluster.delete(f"{path}/gym-run-config")
+    token = {"annotations": {"kubernetes.io/service-account.name": "roundhouse-engine-head"}}
+    of_account = {"type": "kubernetes.io/service-account-token", "metadata": own["metadata"] | token}
+    as_flow.admin.create(path, {"metadata": {"name": "roundhouse-store"}})
+    for attempt in (
+        lambda: as_flow.cluster.delete(f"{path}/roundhouse-store"),
+        lambda: as_flow.cluster.create(path, of_account),
+        lambda: as_flow.cluster.create(path, {"metadata": own["metadata"] | {"name": "roundhouse-mlflow"}}),
+        lambda: as_flow.cluster.create(path, {"metadata": {"name": "gym-run-config"}}),
+    ):
+        with pytest.raises(ApiRefused, match="roundhouse-secrets"):
+            attempt()
 
 
 def test_the_flows_account_may_not_do_what_a_run_does_not_do(as_flow: Stand) -> None:
@@ -196,6 +322,97 @@ def test_the_doctor_finds_what_is_missing_on_a_cluster_and_says_what_to_do(
     found = statuses(as_flow, monkeypatch)
     assert found["rights"].status == "warn"
     assert "create pods/exec" in found["rights"].detail
+
+
+def _pod(kind: str, **container: Any) -> Object:
+    state = {"name": "autoscaler", "ready": True, "restartCount": 0, "state": {"running": {}}} | container
+    conditions = [{"type": "Ready", "status": str(state["ready"])}]
+    labels = {"ray.io/node-type": kind}
+    return {
+        "metadata": {"name": f"e-{kind}", "labels": labels},
+        "status": {"conditions": conditions, "containerStatuses": [state]},
+    }
+
+
+LOOPING = {
+    "ready": False,
+    "restartCount": 4,
+    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 1m20s"}},
+    "lastState": {"terminated": {"reason": "Error", "exitCode": 1}},
+}
+BETWEEN_RESTARTS = LOOPING | {"state": {"running": {}}}
+
+
+@pytest.mark.parametrize(
+    ("ready", "application", "pods", "status", "words"),
+    [
+        ("True", "policy", [_pod("head")], "ok", "is Ready and serves run mine"),
+        ("False", "policy", [_pod("head")], "warn", "is not Ready (Why: because)"),
+        ("False", None, [_pod("head")], "ok", "a head that is ready, no replicas"),
+        ("False", None, [_pod("head", ready=False)], "warn", "is not Ready"),
+        ("False", None, [], "warn", "is not Ready"),
+        (
+            "False",
+            None,
+            [_pod("head", **LOOPING)],
+            "fail",
+            "container autoscaler of pod e-head: CrashLoopBackOff, exit",
+        ),
+        ("False", None, [_pod("head", **BETWEEN_RESTARTS)], "fail", "exit code 1, 4 restarts"),
+        ("True", "policy", [_pod("head"), _pod("worker", **LOOPING)], "fail", "of pod e-worker"),
+        (None, None, [], "warn", "no operator has reported"),
+    ],
+)
+def test_the_doctor_reads_the_condition_ready_and_the_containers_of_an_engine(
+    ready: str | None, application: str | None, pods: list[Object], status: str, words: str
+) -> None:
+    service: Object = {
+        "metadata": {"name": "e", "annotations": {"roundhouse/run": "mine"}},
+        "spec": {"serveConfigV2": yaml.safe_dump({"applications": [{"name": application}] if application else []})},
+    }
+    if ready is not None:
+        condition = {"type": "Ready", "status": ready, "reason": "Why", "message": "because"}
+        service["status"] = {"conditions": [condition]}
+    finding = checks.engine_state(service, pods, "team-a")
+    assert (finding.status, words in finding.detail) == (status, True), finding
+    if status == "fail":
+        assert finding.remedy.startswith("kubectl -n team-a logs e-")
+
+
+@pytest.mark.parametrize(
+    ("active", "status", "words"),
+    [
+        ("True", "ok", "LocalQueue training in team-a is active"),
+        ("False", "fail", "admits nothing (ClusterQueueDoesNotExist: no roundhouse)"),
+        (None, "warn", "no condition Active"),
+        ("absent", "fail", "infra.queue: there is no training in team-a"),
+    ],
+)
+def test_the_doctor_looks_up_the_queue_and_the_priority_that_a_configuration_names(
+    active: str | None, status: str, words: str
+) -> None:
+    names = {"namespace": "team-a", "queue": "training", "queue_priority": "urgent"}
+    infra = KubernetesInfra.model_validate(names)
+    with api_server() as (url, state):
+        cluster = Cluster(ApiClient(Configuration(host=url)))
+        [finding] = checks.queue(cluster, infra)
+        assert "the cluster has no Kueue" in finding.detail
+        state.groups["kueue.x-k8s.io"] = "v1beta2"
+        condition = {
+            "type": "Active",
+            "status": active,
+            "reason": "ClusterQueueDoesNotExist",
+            "message": "no roundhouse",
+        }
+        item = {"metadata": {"name": "training"}, "status": {"conditions": [condition] if active else []}}
+        if active != "absent":
+            state.create("localqueues", "team-a", item)
+        queue, priority = checks.queue(cluster, infra)
+        assert (queue.status, words in queue.detail, priority.status) == (status, True, "fail"), queue
+        assert "infra.queue_priority: there is no urgent" in priority.detail
+        state.create("workloadpriorityclasses", "", {"metadata": {"name": "urgent"}})
+        assert checks.queue(cluster, infra)[1].status == "ok"
+        cluster.close()
 
 
 def test_the_doctor_ends_where_no_cluster_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import derive_seed
+from tests import fork_server
 from tests.asynchrony.test_rolling_shards import Collecting, Lane, VersionedEngine, check_journal, made
 from tests.asynchrony.test_rolling_shards import engine as engine
 from tests.k8s.players import run_container
@@ -29,6 +30,8 @@ from tests.k8s.test_shard_jobs import settings, shard_of
 from tests.stages.test_distributed import TASKS
 from tests.stages.test_interrupted_collect import CALLS, GROUP
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 Object = dict[str, Any]
 
@@ -51,7 +54,7 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
             run_container(fake.kubelet, pod)
             return
         fake.kubelet.run(pod)
-        process = subprocess.Popen([sys.executable, *pod["spec"]["containers"][0]["args"]], stdout=subprocess.DEVNULL)
+        process = fork_server.start([sys.executable, *pod["spec"]["containers"][0]["args"]], stdout=subprocess.DEVNULL)
         try:
             until(lambda: engine.version == 1)
         finally:

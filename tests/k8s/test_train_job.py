@@ -22,6 +22,8 @@ from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
 
+pytestmark = pytest.mark.real
+
 Object = dict[str, Any]
 
 

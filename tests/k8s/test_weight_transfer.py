@@ -14,7 +14,7 @@ from tests.k8s.test_pod_monitors import key, matches, pods, with_component
 from tests.k8s.validation import OVERLAYS, problems, rendered
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl to render overlays with")
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl: install the client of Kubernetes")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_it_lets_the_engine_and_those_that_send_to_each_other_and_nobody_to_anything_else(
     overlay: str, tmp_path: Path
@@ -29,14 +29,19 @@ def test_it_lets_the_engine_and_those_that_send_to_each_other_and_nobody_to_anyt
     for policy in added:
         assert problems(policy) == []
         assert policy["metadata"]["namespace"] == "roundhouse"
-        [rule] = policy["spec"]["ingress"]
-        [source] = rule["from"]
-        ways.append([meant(items, selector) for selector in (source["podSelector"], policy["spec"]["podSelector"])])
+        [direction] = policy["spec"]["policyTypes"]
+        [rule] = policy["spec"][direction.lower()]
+        [peer] = rule["from" if direction == "Ingress" else "to"]
+        ends = [meant(items, selector) for selector in (peer["podSelector"], policy["spec"]["podSelector"])]
+        ways.append((direction, *(ends if direction == "Ingress" else reversed(ends))))
         [ports] = rule["ports"]
         assert not any(
             ports["port"] <= port["containerPort"] <= ports["endPort"] for _, all_, _ in pods(items) for port in all_
         )
-    assert ways == [[{"engine"}, senders], [senders - {"flow"}, {"engine"}]], "the base lets the flow to the engine"
+    back, there = ({"engine"}, senders), (senders - {"flow"}, {"engine"})
+    assert sorted(ways, key=str) == sorted(
+        [("Ingress", *back), ("Ingress", *there), ("Egress", *back), ("Egress", *there)], key=str
+    )
 
 
 def meant(items: list[dict[str, Any]], selector: dict[str, Any]) -> set[str]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,14 +21,15 @@ from unittest.mock import AsyncMock
 import pytest
 import yaml
 
-from roundhouse.config.deployments import JobTemplate, read_template
+from roundhouse.config.deployments import JobTemplate, read_deployments, read_template
 from roundhouse.config.loading import load_config
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.players import Kubelet, run_container
 from tests.k8s.stand import Stand, cluster_of, real_stand
 from tests.k8s.test_flow_job import end
-from tests.k8s.test_manifests import _dry_run, with_kubectl
+from tests.k8s.test_manifests import dry_run, with_kubectl
+from tests.k8s.test_rights import install as install_base
 from tests.k8s.validation import pod_specs, problems, rendered_at, unrestricted
 from tests.waiting import until
 
@@ -94,6 +96,32 @@ def test_the_job_of_a_flow_run_is_valid_and_restricted(template: JobTemplate, va
     assert "{{" not in yaml.safe_dump(job)
 
 
+@with_kubectl
+def test_flow_pods_of_the_overlay_with_a_volume_mount_the_store_that_its_preset_names(
+    template: JobTemplate, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/kind/kustomization.yaml"
+    tree = yaml.safe_load(file.read_text())
+    tree["components"] = [f"../../components/{name}" for name in ("cpu-engine", "work-pool", "work-pool-volume")]
+    file.write_text(yaml.safe_dump(tree))
+    [presets] = [item for item in rendered_at(file.parent) if item["metadata"]["name"] == "roundhouse-presets"]
+    assert set(presets["data"]) == {"production.yaml", "volume.yaml"}
+    (tmp_path / "volume.yaml").write_text(presets["data"]["volume.yaml"])
+    store = load_config(tmp_path / "volume.yaml").store
+    deployments = read_deployments(ROOT / "k8s/components/work-pool-volume/prefect.yaml", template).deployments
+    assert [entry.name for entry in deployments] == ["train", "collect", "evaluate"]
+    for entry in deployments:
+        job = job_of(template, **entry.work_pool.job_variables)
+        [(_, pod)] = list(pod_specs(job))
+        assert unrestricted(pod) == []
+        claims = {
+            each["name"]: each["persistentVolumeClaim"] for each in pod["volumes"] if "persistentVolumeClaim" in each
+        }
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert claims[mounts[store]] == {"claimName": "roundhouse-store"}
+
+
 STATES = [
     ("COMPLETED", 0),
     ("FAILED", 1),
@@ -113,7 +141,7 @@ def test_the_exit_code_of_a_flow_runs_pod_is_one_for_failed_flow_runs(
     import prefect.client.orchestration
     from prefect.client.schemas.objects import StateType
 
-    from flows import flow_run_job
+    from roundhouse_flows import flow_run_job
 
     client = AsyncMock()
     client.__aenter__.return_value.read_flow_run.return_value.state.type = StateType(state)
@@ -171,7 +199,8 @@ def test_the_workers_manifests_are_valid_and_restricted_and_the_pool_is_the_temp
     maps = {item["metadata"]["name"]: item["data"] for item in items if item["kind"] == "ConfigMap"}
     assert set(maps["roundhouse-presets"]) == {path.name for path in (POOL / "presets").glob("*.yaml")}
     mounted = template.variables["properties"]["volumes"]["default"]
-    assert {volume["configMap"]["name"] for volume in mounted if "configMap" in volume} <= set(maps)
+    mapped = [volume["configMap"] for volume in mounted if "configMap" in volume]
+    assert {each["name"] for each in mapped if not each.get("optional")} <= set(maps)
 
 
 def test_the_presets_load() -> None:
@@ -185,10 +214,10 @@ def test_a_real_api_server_takes_the_job_and_pod_security_its_pod(template: JobT
         for variables in VARIABLES:
             job = job_of(template, **variables, namespace=namespace)
             job["metadata"]["namespace"] = namespace
-            _dry_run(admin, job)
+            dry_run(admin, job)
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": namespace}}
             spec = job["spec"]["template"]["spec"]
-            _dry_run(admin, pod | {"spec": {k: v for k, v in spec.items() if k != "priorityClassName"}})
+            dry_run(admin, pod | {"spec": {k: v for k, v in spec.items() if k != "priorityClassName"}})
 
 
 @contextmanager
@@ -207,7 +236,9 @@ def restricted_namespace(admin: Cluster) -> Iterator[str]:
 def worker_python() -> Path:
     named = os.environ.get("ROUNDHOUSE_WORKER_PYTHON")
     if named is None:
-        pytest.skip("ROUNDHOUSE_WORKER_PYTHON names no interpreter with prefect-kubernetes: its worker is not run")
+        pytest.skip(
+            "needs Prefect's Kubernetes worker: set ROUNDHOUSE_WORKER_PYTHON to an interpreter with prefect-kubernetes"
+        )
     return Path(named)
 
 
@@ -216,8 +247,8 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
     plane: ControlPlane, template: JobTemplate, worker_python: Path, tmp_path: Path
 ) -> None:
     """Deployed, asked for, made by the worker as service account roundhouse-worker, ended by the pod's own command."""
-    from flows.work_pool import deploy
     from roundhouse.config.deployments import read_deployments
+    from roundhouse_flows.work_pool import deploy
     from tests.flows.served import serving
 
     (tmp_path / "served").mkdir()
@@ -225,7 +256,7 @@ def test_prefects_worker_makes_the_job_of_a_flow_run_with_its_own_rights(
         token = install(stand)
         pool = {"name": "cluster", "job_variables": {"namespace": stand.namespace, "image": "roundhouse/flow:test"}}
         settings = {"preset": "small", "run_id": "on-the-cluster", "iterations": 1}
-        entry = {"name": "here", "entrypoint": "flows.deployments.train", "work_pool": pool}
+        entry = {"name": "here", "entrypoint": "roundhouse_flows.deployments.train", "work_pool": pool}
         (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
         api = f"{served.services.prefect_ui_url}/api"
         with served.at_prefect():
@@ -263,6 +294,7 @@ def install(stand: Stand) -> str:
             subject["namespace"] = stand.namespace
         prefix = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
         stand.admin.create(f"{prefix}/namespaces/{stand.namespace}/{plurals[item['kind']]}", item)
+    install_base(stand, "admission.yaml")
     body = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "roundhouse-flow"}}
     with suppress(ApiRefused):  # there from another test
         stand.admin.create("/apis/scheduling.k8s.io/v1/priorityclasses", body | {"value": 1})
@@ -281,7 +313,7 @@ def worker(
     (directory / "kubeconfig").write_text(yaml.safe_dump(tree))
     [manifest] = yaml.safe_load_all((POOL / "worker.yaml").read_text())
     container = manifest["spec"]["template"]["spec"]["containers"][0]
-    given = {item["name"]: item["value"] for item in container["env"]}
+    given = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     given |= {"HOME": str(directory), "PREFECT_HOME": str(directory / "worker")} | api
     given |= {"PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES": namespace}
     given |= {"KUBECONFIG": str(directory / "kubeconfig"), "PREFECT_WORKER_QUERY_SECONDS": "1"}

@@ -14,6 +14,7 @@ from unittest import mock
 
 import psutil
 import pytest
+from ray.exceptions import RayError
 
 from roundhouse.collection.sharded_attempt import ShardedAttempt
 from roundhouse.config.loading import parse_config
@@ -28,6 +29,8 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import REPORT
 from tests.launch.program import Does
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,6 +199,29 @@ def test_a_program_that_no_node_has_room_for_ends_at_its_time_limit_and_names_wh
         pytest.raises(InfraError, match=r"a\.key.*64 CPUs and 2 GPUs on a node.*nothing: has the cluster"),
     ):
         launcher.run(waiting, lambda line: None, threading.Event())
+
+
+@pytest.mark.parametrize(("stage", "section"), [("train", {"trainer": {"nodes": 2}}), ("collect", {"collector": {}})])
+def test_a_program_reserves_what_the_section_of_its_stage_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, section: dict[str, Any]
+) -> None:
+    cluster, group = mock.Mock(), mock.Mock()
+    cluster.remote.return_value.options.side_effect = RayError("as far as this test goes")
+    for name, each in (("join_cluster", mock.Mock()), ("ray", cluster), ("placement_group", group)):
+        monkeypatch.setattr(ray_actors, name, each)
+    monkeypatch.setattr(ray_actors, "PlacementGroupSchedulingStrategy", mock.Mock())
+    monkeypatch.setattr(ray_actors, "remove_placement_group", mock.Mock())
+    keys = {name: {"cpus": 64, "gpus": 2, **given} for name, given in section.items()}
+    with (
+        pytest.raises(RayError, match="as far as"),
+        open_launcher("ray", "a.key", on_ray(tmp_path, **keys)) as launcher,
+    ):
+        launcher.run(program(tmp_path, "wait", stage=stage), print, threading.Event())
+    asked = cluster.remote.return_value.options.call_args.kwargs
+    assert (asked["num_cpus"], asked["num_gpus"]) == (64, 2)
+    assert [call.args[0] for call in group.call_args_list] == (
+        [[{"CPU": 64, "GPU": 2}] * 2] if stage == "train" else []
+    )
 
 
 def test_a_cluster_with_too_few_nodes_is_named(ray_cluster: None, tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ def test_what_a_template_drops_is_named(template: str, tools: list, what: str) -
     assert what in refused(template, tools)
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OURS, PLAIN], ids=["hermes", "ours", "plain"])
+def test_a_template_whose_end_of_turn_the_tokenizer_lacks_is_refused(template: str) -> None:
+    base, chat = frozenset({"<|endoftext|>"}), frozenset({"<|endoftext|>", "<|im_end|>"})
+    refuse_unfit_template(ChatTemplate("chat", template, added=chat), [])
+    with pytest.raises(ConfigError, match=r"'<\|im_end\|>', which is not a token of the tokenizer"):
+        refuse_unfit_template(ChatTemplate("base", template, added=base), [])
+
+
 def test_a_template_without_the_system_prompt_is_refused() -> None:
     said = "Answer briefly."
     refuse_unfit_template(ChatTemplate("ours", OURS), TOOLS, said)

@@ -20,7 +20,7 @@ from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
 
-with_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not installed: make smollm2")
+with_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf: make smollm2")
 
 
 def header(architecture: str, key: str = "general.architecture", version: int = 3) -> bytes:
@@ -112,6 +112,8 @@ def test_a_converted_model_has_the_tensors_of_the_file_and_is_made_once(tmp_path
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
     again, second = gguf.converted(file, tmp_path / "cache")
     assert (again, second["reused"], second["sha256"]) == (directory, True, report["sha256"])
+    for_this_run = gguf.converted(file, tmp_path / "cache", since=0.0)[1]
+    assert not for_this_run["reused"], "the engine of the same run had it converted before the starting policy was made"
     (directory / "config.json").write_text("{}")
     assert not gguf.converted(file, tmp_path / "cache")[1]["reused"], "a damaged entry is made again"
 

@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import Sort
@@ -50,6 +52,62 @@ def test_a_model_that_sees_or_hears_is_refused_since_only_text_is_trained_on(mod
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
     assert "a model of more than text (vision_config in config.json)" in refused(model)
+
+
+def with_settings(directory: Path, **settings: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "refusal"),
+    [
+        (True, "same", None),
+        (True, None, None),
+        (
+            True,
+            "other",
+            "has tie_word_embeddings true, but the weights have lm_head.weight, unlike model.embed_tokens.weight",
+        ),
+        (False, "other", None),
+        (False, None, "has tie_word_embeddings false, but the weights have no output head"),
+    ],
+)
+def test_an_output_head_that_config_json_does_not_describe_is_refused(
+    model: Path, tied: bool, head: str | None, refusal: str | None
+) -> None:
+    tensors = load_file(model / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors.pop("lm_head.weight", None)
+    if head is not None:
+        tensors["lm_head.weight"] = embedding.clone() if head == "same" else embedding + 1
+    save_file(tensors, model / "model.safetensors")
+    with_settings(model, tie_word_embeddings=tied)
+    if refusal is None:
+        check_model_directory(model)
+    else:
+        assert refusal in refused(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [
+        ({"max_position_embeddings": 32}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+        ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 64),
+    ],
+)
+def test_a_context_beyond_the_models_positions_is_refused_with_both_numbers(
+    model: Path, settings: dict[str, Any], positions: int
+) -> None:
+    with_settings(model, rope_scaling=None, rope_parameters=None)
+    with_settings(model, **settings)
+    check_model_directory(model, positions)
+    with pytest.raises(
+        ConfigError, match=rf"max_model_len is 256, .* has {positions} positions .* to {positions} or less"
+    ):
+        check_model_directory(model, 256)
 
 
 def test_missing_weights_are_named(model: Path) -> None:

@@ -130,6 +130,7 @@ def test_the_same_texts_give_the_same_tokenizer() -> None:
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("environment", [ENVIRONMENTS[0], ENVIRONMENTS[2]], ids=lambda environment: environment.name)
 def test_vllms_hermes_parser_finds_the_call_in_the_decoded_tokens(environment: Environment) -> None:
     pytest.importorskip("vllm")

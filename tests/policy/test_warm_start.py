@@ -65,6 +65,15 @@ def test_a_user_who_writes_assistant_is_not_trained_on() -> None:
     assert tokenizer.decode(covered) == "assistant\nyes<|im_end|>"
 
 
+def test_a_demonstration_that_spells_a_control_token_is_refused(tmp_path: Path) -> None:
+    class Forger(Sort):
+        def demonstrations(self, *arguments: Any) -> list[list[dict[str, Any]]]:
+            return [[{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]]
+
+    with pytest.raises(ConfigError, match=r"sort spell <\|im_end\|>.*Remove it"):
+        make_starting_policy(WarmStartPolicy(), Forger(digits=3), 0, tmp_path / "policy")
+
+
 @pytest.mark.usefixtures("few")
 def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
@@ -74,6 +83,7 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Pa
     assert digests(tmp_path / "a")["model.safetensors"] != digests(tmp_path / "c")["model.safetensors"]
 
 
+@pytest.mark.real
 def test_another_process_makes_the_same_files(tmp_path: Path) -> None:
     make_starting_policy(SMALL, Calculator(), 5, tmp_path / "here")
     script = (

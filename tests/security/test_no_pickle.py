@@ -30,8 +30,13 @@ CALLS = {
     "yaml.load": None,
     "yaml.unsafe_load": None,
     "yaml.full_load": None,
+    **{
+        f"Auto{kind}.{load}": "trust_remote_code"
+        for kind in ("Config", "Tokenizer", "Processor", "Model", "ModelForCausalLM")
+        for load in ("from_pretrained", "from_config")
+    },
 }
-"""What may run or write foreign code, and the argument that settles it (False for allow_pickle, True for weights_only)."""
+"""What may run or write foreign code, and the argument that settles it (True for weights_only, else False)."""
 
 
 def faults(source: str) -> list[str]:
@@ -45,7 +50,7 @@ def faults(source: str) -> list[str]:
         elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in CALLS:
             settled = {word.arg: ast.unparse(word.value) for word in node.keywords}
             wanted = CALLS[name]
-            safe = {"allow_pickle": "False", "weights_only": "True"}
+            safe = {"allow_pickle": "False", "weights_only": "True", "trust_remote_code": "False"}
             if wanted is None or settled.get(wanted) != safe[wanted]:
                 found.append(ast.unparse(node))
         elif isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_dangerous_deserialization"):
@@ -71,6 +76,8 @@ def test_nothing_of_ours_uses_pickle() -> None:
         "np.load(x, allow_pickle=True)",
         "yaml.load(x)",
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(x)",
+        "AutoModelForCausalLM.from_config(x)",
         "def f():\n  from cloudpickle import loads",
     ],
 )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.consent import unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.store.run import open_run
+from tools.ignore_keys import sections
 
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 
@@ -69,12 +74,17 @@ def test_code_that_the_caller_names_is_accepted_and_only_that(tmp_path: Path) ->
         {},
         {"environment": {"kind": "worker", "worker": "agent", "train_data": "a.jsonl"}},
         {"infra": {"kind": "kubernetes", "store_claim": "c"}},
-        {"environment": {"kind": "remote", "url": "http://127.0.0.1:1", "train_tasks": "a", "heldout_tasks": "a"}},
+        {"generation": {"backend": "transformers"}, "train": {"service": {"kind": "process", "launcher": "ray"}}},
     ],
-    ids=["default", "built-in worker", "our images", "remote"],
+    ids=["default", "built-in worker", "our images", "built-in names"],
 )
 def test_a_configuration_of_built_in_parts_names_no_code(tree: dict[str, object]) -> None:
     assert unnamed_code(parse_config(tree | {"run_id": "r"}), []) == {}
+
+
+TERMINAL = {"kind": "terminal"}
+BUNDLED = {"kind": "bundled", "name": "smollm2-135m-instruct"}
+KUBERNETES = {"kind": "kubernetes", "store_claim": "c"}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,19 @@ def test_a_configuration_of_built_in_parts_names_no_code(tree: dict[str, object]
             {"environment": {"kind": "worker", "worker": "simple", "evaluator": "a.py:E", "train_data": "a.jsonl"}},
             "environment.evaluator",
         ),
+        ({"environment": {"kind": "dataset", "data": "a.csv", "reward": "a.py:f"}}, "environment.reward"),
+        ({"environment": {"kind": "dataset", "data": "a.csv", "reward": ["a.py:f"]}}, "environment.reward"),
         ({"train": {"algorithm": {"kind": "custom", "target": "a.py:A"}}}, "train.algorithm.target"),
+        ({"environment": TERMINAL | {"sandbox": {"kind": "custom", "target": "a.py:A"}}}, "environment.sandbox.target"),
+        ({"rollout": {"curriculum": {"kind": "custom", "target": "a.py:A"}}}, "rollout.curriculum.target"),
+        ({"policy": {"kind": "pretrained", "path": "/model"}}, "policy.path"),
+        ({"policy": BUNDLED | {"chat_template": "/etc/passwd"}}, "policy.chat_template"),
+        ({"generation": {"engine_url": "http://a:1"}}, "generation.engine_url"),
+        ({"tracking": {"uri": "http://a:1"}}, "tracking.uri"),
+        ({"infra": {"ray": {"address": "a:1"}}}, "infra.ray.address"),
+        ({"infra": {"state": "/home/you/evil"}}, "infra.state"),
+        ({"infra": KUBERNETES | {"state": "/home/you/evil"}}, "infra.state"),
+        ({"infra": KUBERNETES | {"environment": {"LD_PRELOAD": "/a.so"}}}, "infra.environment"),
     ],
     ids=str,
 )
@@ -93,7 +115,98 @@ def test_every_key_that_names_code_counts(tree: dict[str, object], key: str) -> 
     assert unnamed_code(parse_config(tree | {"run_id": "r"}), []).keys() == {key}
 
 
-AGENT = {"kind": "agent", "url": "http://a:1", "agent": "a", "train_tasks": "a", "heldout_tasks": "a"}
+def test_every_part_of_a_container_counts() -> None:
+    own = {"image": "a:1", "program": "podman", "runtime": "/a", "network": "bridge"}
+    config = parse_config({"run_id": "r", "environment": TERMINAL | {"sandbox": {"kind": "container"} | own}})
+    assert unnamed_code(config, []) == {f"environment.sandbox.{key}": value for key, value in own.items()}
+
+
+NO_PLACE = {
+    *("agent", "close_route", "cpu", "currency", "environments", "experiment", "instructions", "judges", "labels"),
+    *(
+        "memory",
+        "metric",
+        "namespace",
+        "node_selector",
+        "priority_class",
+        "question",
+        "queue",
+        "queue_priority",
+        "register_as",
+        "run_id",
+    ),
+    *(
+        "runtime_class",
+        "scratch",
+        "service_account",
+        "sets",
+        "shared_memory",
+        "shown",
+        "system_prompt",
+        "criteria",
+    ),
+    *("target_modules", "tool_call_parser", "weights", "cache_claim", "store_claim", "ray_service", "secret"),
+    *(
+        f"{kind}Environment.{key}"
+        for kind in ("Command", "Mixture", "NemoGym")
+        for key in ("train_tasks", "heldout_tasks")
+    ),
+    *("WorkerEnvironment.train_data", "WorkerEnvironment.heldout_data"),
+    *(f"ReasoningGymSection.{key}" for key in ("dataset", "datasets", "options", "prompt")),
+    *("ReasoningGymPart.options", "TextArenaSection.game", "TextArenaSection.options"),
+    *("DatasetEnvironment.data", "DatasetEnvironment.prompt", "DatasetEnvironment.split", "DatasetEnvironment.subset"),
+    *(
+        "Endpoint.kind",
+        "Endpoint.weight_update",
+        "Endpoint.model",
+        "Judge.model",
+        "TinkerService.base_model",
+        "Toleration.key",
+        "Toleration.value",
+    ),
+    *("GenerationConfig.weight_sync", "OfflineConfig.datasets", "ResumeConfig.path", "RunConfig.store"),
+}
+"""Keys with text that name no code, file or server. The person's command names the store and the checkpoint of a fork; datasets
+are read like the store. Rows go to the policy; they reach a server only with its key."""
+
+
+def text_keys() -> Iterator[tuple[type[BaseModel], str]]:
+    """Every key of a run's configuration that can hold a free text, with its section."""
+
+    def holds_text(annotation: Any) -> bool:
+        return annotation is str or any(holds_text(each) for each in get_args(annotation))
+
+    for section in dict.fromkeys(sections(RunConfig)):
+        for key, field in section.model_fields.items():
+            if holds_text(field.annotation):
+                yield section, key
+
+
+def asked_about(section: type[BaseModel], key: str) -> bool:
+    """Whether a value of one of the forms that a configuration has is asked about under this key."""
+    beside = {
+        **{"url": "http://a:1", "base_url": "http://a:1", "train_tasks": "a", "token_variable": "A"},
+        **{"api_key_variable": "A", "parameters": {"api_key": {"variable": "A"}}},
+    }
+    set_beside = {name: value for name, value in beside.items() if name in section.model_fields and name != key}
+    for value in ("/a.py:A", ("/a.py:A",), {"a": "/a.py:A"}, {"api_key": {"variable": "A"}}):
+        unset = dict.fromkeys(section.model_fields)
+        made = section.model_construct(**unset | set_beside | {key: value})
+        if any(name.split(".")[0] == key for name in unnamed_code(made, [])):
+            return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_a_key_with_text_is_asked_about_or_known_to_name_no_place() -> None:
+    """A new key that names a class, a file, an image or a server cannot be forgotten."""
+    known = {(section, key) for section, key in text_keys() if {key, f"{section.__name__}.{key}"} & NO_PLACE}
+    asked = {(section, key) for section, key in text_keys() if asked_about(section, key)}
+    assert asked == {*text_keys()} - known
+
+
+AGENT = {"kind": "agent", "url": "http://a:1", "agent": "a"}
+ROWS = {"train_tasks": "a", "heldout_tasks": "a"}
 REMOTE = {"kind": "remote", "url": "http://a:1"}
 JUDGE = {"base_url": "http://a/v1", "model": "m"}
 CRITERIA = {"polite": {"question": "Is it polite?"}}
@@ -102,13 +215,22 @@ CRITERIA = {"polite": {"question": "Is it polite?"}}
 @pytest.mark.parametrize(
     ("tree", "keys"),
     [
-        ({"environment": AGENT}, []),
+        ({"environment": ROWS | AGENT}, ["environment.heldout_tasks", "environment.train_tasks", "environment.url"]),
         (
-            {"environment": AGENT | {"head_token_variable": "AWS_SECRET_ACCESS_KEY"}},
-            ["environment.head_token_variable", "environment.url"],
+            {"environment": {"kind": "mixture", "environments": {"one": AGENT}} | ROWS},
+            ["environment.environments.one.url"],
         ),
         (
-            {"environment": {"kind": "mixture", "environments": {"one": AGENT | {"head_token_file": "/etc/key"}}}},
+            {
+                "environment": {
+                    "kind": "mixture",
+                    "environments": {"one": AGENT | ROWS | {"head_token_variable": "AWS_SECRET_ACCESS_KEY"}},
+                }
+            },
+            [f"environment.environments.one.{key}" for key in ("head_token_variable", *sorted(ROWS), "url")],
+        ),
+        (
+            {"environment": {"kind": "mixture", "environments": {"one": AGENT | {"head_token_file": "/k"}}} | ROWS},
             ["environment.environments.one.head_token_file", "environment.environments.one.url"],
         ),
         ({"environment": {"kind": "calculator", "rubric": {"judge": JUDGE, "criteria": CRITERIA}}}, []),
@@ -126,8 +248,21 @@ CRITERIA = {"polite": {"question": "Is it polite?"}}
             {"environment": {"kind": "custom", "target": "a.py:A", "parameters": {"api_key": {"variable": "KEY"}}}},
             ["environment.parameters.api_key.variable", "environment.target"],
         ),
+        (
+            {
+                "environment": {
+                    "kind": "custom",
+                    "target": "a.py:A",
+                    "parameters": {"servers": [{"pwd": {"file": "/f"}}]},
+                }
+            },
+            ["environment.parameters.servers.0.pwd.file", "environment.target"],
+        ),
     ],
-    ids=["no secret", "agent", "of a mixture", "judge without key", "judge", "remote trainer", "own class"],
+    ids=[
+        *("rows", "rows of a mixture", "agent", "of a mixture", "judge without key", "judge"),
+        *("remote trainer", "own class", "deep in parameters"),
+    ],
 )
 def test_a_secret_and_where_it_would_be_sent_count(tree: dict[str, object], keys: list[str]) -> None:
     config = parse_config(tree | {"run_id": "r"})

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.pretrained import load_pretrained
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.offline import prepare_offline, validate_batch, with_iterations
@@ -55,9 +56,8 @@ def make_config(directory: Path, run_id: str = "base", **keys: Any) -> RunConfig
 
 
 def model_of(checkpoint: Reference) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        model_location(Location(checkpoint.uri)).local_path, dtype=torch.float32
-    ).eval()
+    directory = model_location(Location(checkpoint.uri)).local_path
+    return load_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32).eval()
 
 
 def prompt_of(group: int, vocabulary: int) -> list[int]:

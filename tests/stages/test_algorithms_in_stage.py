@@ -19,6 +19,8 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest
 from tests.stages.test_train import sequences, weights_digest
 
+pytestmark = pytest.mark.usefixtures("no_resident_trainer")
+
 
 def make_run(store: Path, tmp_path: Path, algorithm: dict[str, Any]) -> Run:
     tree = {
@@ -33,18 +35,11 @@ def make_run(store: Path, tmp_path: Path, algorithm: dict[str, Any]) -> Run:
     return open_run(parse_config(tree))
 
 
-@pytest.fixture(autouse=True)
-def no_resident_trainer():
-    stage._resident.clear()
-    yield
-    stage._resident.clear()
-
-
 def two_iterations(run: Run, tmp_path: Path, *, restart: bool) -> tuple[Reference, list[dict[str, float]]]:
     checkpoint, metrics = starting_policy(run), []
     for iteration in (1, 2):
         if restart:
-            stage._resident.clear()
+            stage.release_trainer()
         update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
         metrics.append(read_manifest(update).metrics)
         checkpoint = publish(run, update)

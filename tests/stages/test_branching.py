@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ import pytest
 from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.loading import parse_config
 from roundhouse.config.rollout import Branching
-from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.search import Game, GuessNumber
-from roundhouse.errors import ConfigError, TooFewRollouts, TooFewSequences
+from roundhouse.errors import ConfigError, FailingRollouts, TooFewSequences
 from roundhouse.rollout.plan import recorded_draw
 from roundhouse.rollout.recording import FIRST_TOKENS, branch_points
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
@@ -35,6 +31,7 @@ from roundhouse.training.algorithms.built_in import GroupRelative
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.records import Rollout, Status, Turn, groups_with_spread
 from roundhouse.trajectories.schemas import rollouts_from_tables, rollouts_table, turns_table
+from tests import fork_server
 from tests.stages.test_interrupted_collect import (
     CALLS,
     COLLECTING,
@@ -46,6 +43,8 @@ from tests.stages.test_interrupted_collect import (
     settings,
 )
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 TASKS, SAMPLES = 3, 5
 """More than the rollouts of a task, so that no limit of these is taken for theirs."""
@@ -61,10 +60,14 @@ def engine() -> Iterator[GuessingEngine]:
 
 
 def tree(store: str, world: str = "", **rollout: Any) -> dict[str, Any]:
-    """The configuration of a run; `world`: a class of this module in the place of the guessing game."""
+    """The configuration of a run; `world`: a class of `branching_worlds` in the place of the guessing game."""
     found = settings(store)
     if world:
-        found["environment"] = {"kind": "custom", "target": f"{__name__}:{world}", "parameters": {"guesses": 9}}
+        found["environment"] = {
+            "kind": "custom",
+            "target": f"tests.stages.branching_worlds:{world}",
+            "parameters": {"guesses": 9},
+        }
     found["rollout"] |= {"prompts_per_iteration": TASKS, "branching": {"samples": SAMPLES}} | rollout
     found["generation"] = {"sampling": {"max_new_tokens": 500}, "max_model_len": 100_000}
     return found
@@ -177,7 +180,7 @@ def test_a_kill_amid_the_branches_costs_no_finished_turn_and_leaves_no_trace_in_
     assert after < len(everything) - 1
     engine.healthy = after
     command = [sys.executable, "-c", COLLECTING, json.dumps(tree(f"{tmp_path}/killed")), engine.url]
-    process, stage = subprocess.Popen(command, env=os.environ), run.stage(1, "collect")
+    process, stage = fork_server.start(command, env=os.environ), run.stage(1, "collect")
     try:
         until(
             lambda: len(engine.answered) >= after and set(engine.answered) <= recorded_seeds(stage.location),
@@ -205,18 +208,6 @@ def test_a_kill_amid_the_branches_costs_no_finished_turn_and_leaves_no_trace_in_
     ]
     assert tables[0].equals(tables[1])
     assert verify(f"{tmp_path}/killed").problems == []
-
-
-class Saved(GuessNumber):
-    """A game that can be written down, and is not played again to be restored."""
-
-    restoration = "snapshot"
-
-    async def snapshot_session(self, session: Game) -> Any:
-        return astuple(session)
-
-    async def restore_session(self, row: TaskRow, snapshot: Any) -> Game:
-        return Game(*snapshot)
 
 
 @pytest.mark.parametrize("world", ["", "Saved"])
@@ -279,29 +270,11 @@ def test_a_dataset_of_its_own_has_no_branches_and_a_curriculum_counts_none(
     assert [len(rewards) for groups in history.values() for rewards in groups] == [GROUP] * TASKS
 
 
-class LastGuess(GuessNumber):
-    """Rewards the last guess by its size: no end of a branch is settled before."""
-
-    async def verify(self, session: Game, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        calls = [item for item in response["output"] if item["type"] == "function_call"]
-        return Verdict(json.loads(calls[-1]["arguments"])["number"] / 7)
-
-
-class Drifting(GuessNumber):
-    """Numbers its answers through all sessions, though it says that its calls can be made again."""
-
-    numbers = itertools.count()
-
-    @tool("Guess the hidden number.", number="The guess.")
-    async def guess(self, session: Game, number: int) -> str:
-        return f"{await GuessNumber.guess(self, session, number)} ({next(self.numbers)})"
-
-
 def test_branches_of_a_world_that_answers_otherwise_fail_as_such_and_teach_nothing(
     tmp_path: Path, engine: GuessingEngine
 ) -> None:
     run, weights = begun(f"{tmp_path}/strict", world="Drifting")
-    with pytest.raises(TooFewRollouts, match="not_rebuilt: other_answer: before reply"):
+    with pytest.raises(FailingRollouts, match="not_rebuilt: other_answer: before reply"):
         collect_iteration(run, 1, weights, engine.url)
     run, weights = begun(f"{tmp_path}/lenient", world="Drifting", max_failed_fraction=1.0)
     engine.answered.clear()
@@ -374,7 +347,7 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
             "environment.kind is command, whose own program plays.*Set environment.kind to remote or custom",
         ),
         (
-            {"environment": {"kind": "custom", "target": "tests.replay.judges:CannotBeReplayed"}},
+            {"environment": {"kind": "custom", "target": "tests.replays.judges:CannotBeReplayed"}},
             r"environment \(custom\) has the restoration none.*declare it in its class",
         ),
         (

@@ -24,6 +24,7 @@ from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
+from tests import fork_server
 from tests.gym.playground import written
 from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
 from tests.stages.test_dynamic_sampling import sorted_sometimes
@@ -120,7 +121,7 @@ def test_a_run_that_was_killed_draws_and_makes_byte_for_byte_what_it_would_have_
     engine.healthy = 2 * TASKS * GROUP + 5  # amid iteration 3
     tree = settings(tmp_path / "killed")
     command = [sys.executable, "-c", COLLECTING, json.dumps(tree), engine.url]
-    engine.victim = subprocess.Popen(command, env=os.environ)
+    engine.victim = fork_server.start(command, env=os.environ)
     assert engine.victim.wait(120) == -9
     run = open_run(parse_config(tree))
     assert [run.stage(k, "collect").reference() is not None for k in (1, 2, 3)] == [True, True, False]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -35,10 +34,13 @@ from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table
+from tests import fork_server
 from tests.stages.test_interrupted_collect import CALLS, COLLECTING, GROUP, GuessingEngine, dataset, recorded_seeds
 from tests.stages.test_interrupted_collect import engine as engine
 from tests.stages.test_interrupted_collect import settings as guessing
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 TASKS = 5
 
@@ -259,7 +261,7 @@ def test_a_stage_that_is_killed_takes_its_workers_with_it_and_goes_on_with_any_n
     store = str(tmp_path)
     run, weights = begun(store, 2)
     engine.silent = second = calls_of_shard_2(run, 2, CALLS)
-    process = subprocess.Popen([sys.executable, "-c", COLLECTING, json.dumps(settings(store, 2)), engine.url])
+    process = fork_server.start([sys.executable, "-c", COLLECTING, json.dumps(settings(store, 2)), engine.url])
     location = run.stage(1, "collect").location
     try:
         until(lambda: any(name.endswith(f"/{REPORT}") for name in location.tree()))

@@ -12,8 +12,10 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.operations import with_set
 from roundhouse.errors import ConfigError
 from roundhouse.stages.evaluate import evaluate_version, evaluation_metrics, set_of, stage_of
-from roundhouse.stages.report import _evaluation
-from roundhouse.store.run import open_run
+from roundhouse.stages.report import _evaluation, summarize
+from roundhouse.store.run import Run, open_run
+from roundhouse.trajectories.records import Rollout, Status
+from roundhouse.trajectories.schemas import rollouts_table
 
 
 def test_without_a_held_out_task_there_is_nothing_to_evaluate_on_and_the_key_is_named(tmp_path: Path) -> None:
@@ -71,3 +73,28 @@ def manifest(metrics: dict[str, float]) -> Any:
 def test_a_set_is_named_as_a_directory_can_be(name: str) -> None:
     with pytest.raises(ConfigError, match="sets"):
         parse_config({"run_id": "r", "evaluation": {"sets": {name: {}}}})
+
+
+def evaluated(run: Run, version: int, rewards: list[float | None]) -> None:
+    """Commit the evaluation of a version and of its set, one rollout a task; None is a failed rollout."""
+    rollouts = [
+        Rollout(f"task {n}", 0, {}, "e", Status.FAILED if reward is None else Status.COMPLETED, reward=reward)
+        for n, reward in enumerate(rewards)
+    ]
+    run.begin(run.checkpoint(version), policy_version=version).commit()
+    for stage, prefix in (("evaluate", "evaluation/"), ("evaluate-kept", "evaluation/kept/")):
+        attempt = run.begin(run.stage(version, stage), policy_version=version)
+        attempt.write_table("rollouts", rollouts_table(rollouts))
+        attempt.commit(metrics={f"{prefix}reward/mean": 0.5})
+
+
+def test_a_summary_has_the_change_of_a_set_task_by_task_with_its_error(tmp_path: Path) -> None:
+    sets = {"kept": {"temperature": 0}}
+    run = open_run(parse_config({"run_id": "r", "store": str(tmp_path), "evaluation": {"sets": sets}}))
+    evaluated(run, 0, [1.0, 1.0, 1.0, 0.0, 1.0, None])
+    assert summarize(run)["evaluation"]["changes"] == {}
+    evaluated(run, 1, [1.0, 0.0, 1.0, 0.0, None, 1.0])
+    [change] = summarize(run)["evaluation"]["changes"].values()
+    assert change["change"] == pytest.approx(-1 / 4), "tasks with a reward in both"
+    assert change["stderr"] == pytest.approx((3 / 4 / 3) ** 0.5 / 2)
+    assert change["low"] < change["change"] < change["high"] <= 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -29,8 +28,11 @@ from roundhouse.store.stage import Reference, read_manifest, read_part
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import derive_seed
+from tests import fork_server
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written
 from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
+
+pytestmark = pytest.mark.real
 
 TASKS, GROUP, CALLS = 2, 4, 6
 
@@ -123,7 +125,7 @@ collect_iteration(run, 1, run.stage(1, "refit").reference(), sys.argv[2])
 def kill_amid(engine: GuessingEngine, store: str, after: int) -> None:
     """Collect in a process of its own; kill it when the engine has given `after` answers and they are written down."""
     engine.healthy = after
-    process = subprocess.Popen(
+    process = fork_server.start(
         [sys.executable, "-c", COLLECTING, json.dumps(settings(store)), engine.url], env=os.environ
     )
     try:
@@ -278,10 +280,10 @@ def test_a_rollout_that_holds_the_thread_of_all_others_is_given_up_with_them_and
     run, weights = begun(str(tmp_path))
     ended_by: list[type[BaseException]] = []
 
-    def hold(*_: Any) -> None:
+    async def hold(*_: Any) -> None:
         try:
             while True:
-                time.sleep(0.01)
+                time.sleep(0.01)  # noqa: ASYNC251 - it holds the thread of the loop
         except BaseException as error:
             ended_by.append(type(error))
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.report import iteration_manifests, iteration_page
 from roundhouse.store.run import Run, open_run
-from roundhouse.trajectories.records import Rollout, Status, Turn
+from roundhouse.trajectories.records import Rollout, Status, Turn, as_code, as_markdown
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 
 
@@ -42,18 +42,32 @@ def test_outcomes_stages_reasons_and_samples_are_on_the_page(tmp_path):
     found = page(run)
     assert "reward **0.5**" in found
     assert "| rollouts | 3 | 2 | 0 | 0 | 1 | 0 |" in found
-    assert "| text_mismatch | 1 |" in found
-    assert "| failed: engine_timeout | 2 |" in found
-    assert "**assistant** four" in found
+    assert "| `text_mismatch` | 1 |" in found
+    assert "| failed: `engine_timeout` | 2 |" in found
+    assert "**assistant** `four`" in found
     assert "t/0" in found
     assert "t/2" not in found, "only the first part is read"
 
 
-def test_text_of_a_policy_can_neither_end_a_cell_nor_be_html(tmp_path):
+HOSTILE = "a | b\n\n# Title <script> ``![x](http://a/)"
+
+
+def test_text_of_a_policy_can_neither_end_a_cell_nor_be_markdown(tmp_path):
     run = run_at(tmp_path)
-    collected(run, "a | b\n\n# Title <script>alert(1)</script>")
-    (row,) = [line for line in page(run).splitlines() if line.startswith("| t/0 ")]
-    assert "a \\| b # Title &lt;script>" in row
+    collected(run, HOSTILE)
+    (row,) = [line for line in page(run).splitlines() if line.startswith("| `t/0` ")]
+    assert "``` a \\| b # Title <script> ``![x](http://a/) ```" in row
+    collected(run := run_at(tmp_path / "long"), "x" * 390 + HOSTILE)
+    (row,) = [line for line in page(run).splitlines() if line.startswith("| `t/0` ")]
+    assert row.endswith("a \\| b` |"), "a cut text is code to its end"
+
+
+def test_a_conversation_is_shown_as_code_whatever_its_parts_contain():
+    items = [{"role": HOSTILE, "content": HOSTILE}, {"type": "function_call_output", "output": HOSTILE}]
+    rollout = Rollout("t", 0, {"task_id": "t"}, "e", Status.COMPLETED, reward=0.5, items=items)
+    code = as_code(HOSTILE)
+    assert code == f"``` {' '.join(HOSTILE.splitlines())} ```"
+    assert as_markdown(rollout).splitlines()[1:] == [f"- {code} {code}", f"- **tool** {code}"]
 
 
 def test_an_iteration_without_any_stage_has_a_page(tmp_path):

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
-from roundhouse.query.lineage import trained_on
+from roundhouse.sql.lineage import trained_on
 from roundhouse.stages.datasets import dataset_versions, retain_versions, users_of_datasets
 from roundhouse.stages.fork import fork_run, offline_config
 from roundhouse.stages.freshness import StaleData, importance_of, kish
@@ -29,16 +28,12 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import release_trainer
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest, read_table
+from tests import fork_server
 from tests.stages.offline_world import chance_of_low, collect, make_config, train_to_the_end
 
+pytestmark = pytest.mark.usefixtures("no_resident_trainer")
+
 GROUPS = 8
-
-
-@pytest.fixture(autouse=True)
-def no_resident_trainer() -> Iterator[None]:
-    release_trainer()
-    yield
-    release_trainer()
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +73,7 @@ def weights(run: Run, version: int) -> str:
     return digest
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("method", ["grpo", "rejection"])
 def test_a_policy_learns_what_is_rewarded_from_data_alone(world: Any, method: str) -> None:
     _, base, start, _ = world
@@ -88,6 +84,7 @@ def test_a_policy_learns_what_is_rewarded_from_data_alone(world: Any, method: st
     assert chance_of_low(end, GROUPS) > chance_of_low(start, GROUPS) + 0.05
 
 
+@pytest.mark.real
 def test_a_policy_moves_towards_its_teacher_on_data_alone(world: Any) -> None:
     _, base, _, _ = world
     teacher = train_to_the_end(offline(base, "teacher", overrides=["offline.epochs=4"])).checkpoint(16).reference()
@@ -227,7 +224,7 @@ def test_a_killed_run_goes_on_with_the_same_data_to_the_same_weights(world: Any,
     command = [sys.executable, "-m", "tests.stages.offline_world", str(file)]
     seen = []
     for wanted in (5, 0):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = fork_server.start(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for line in process.stdout:
             seen.append(int(line))
@@ -285,7 +282,7 @@ def test_data_that_cannot_be_right_is_refused_with_the_remedy(
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ({"kind": "grpo"}, "mismatch_correction is none"),
+        ({"kind": "grpo"}, "mismatch_correction is auto"),
         ({"kind": "grpo", "mismatch_correction": "seq-mask-tis"}, "mismatch_bounds"),
         ({"kind": "grpo", "mismatch_correction": "tis", "kl_coefficient": 0.1}, "kl_importance_weighting"),
     ],

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.store.run import Run, Skip, open_run, trained_since_state
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import find_garbage, verify
+from tests import fork_server
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_resident_trainer")]
 
 SETTINGS = {"optimizer_every": 3, "keep_last": 1}
 
@@ -39,13 +41,6 @@ def train(run: Run, until: int) -> Reference:
         update = stage.train_iteration(run, iteration, batch, checkpoint, run.location.local_path.parent / "cache")
         checkpoint = publish(run, update)
     return checkpoint
-
-
-@pytest.fixture(autouse=True)
-def no_resident_trainer() -> Iterator[None]:
-    stage.release_trainer()
-    yield
-    stage.release_trainer()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +89,7 @@ train(run_at(Path(sys.argv[1])), 6)
 
 def test_a_run_killed_between_two_states_ends_byte_for_byte_as_one_that_was_not(full: Run, tmp_path: Path) -> None:
     place = tmp_path / "store"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(place)], check=False, env=dict(os.environ))
+    killed = fork_server.run([sys.executable, "-c", KILLED, str(place)], check=False, env=dict(os.environ))
     assert killed.returncode == -signal.SIGKILL
     run = run_at(place)
     for version in (1, 2, 4, 5):
@@ -106,6 +101,18 @@ def test_a_run_killed_between_two_states_ends_byte_for_byte_as_one_that_was_not(
     sizes = [metric(run, k, "checkpoint_bytes") for k in (5, 6)]
     assert sizes[0] < 0.4 * sizes[1], "two moments of each weight are left out"
     assert verify(str(place)).problems == []
+
+
+def test_iterations_are_trained_again_with_the_settings_of_memory_that_they_had(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "store")
+    train(run, 5)
+    stage.release_trainer()
+    less = run.config.train.model_copy(update={"tokens_per_microbatch": 16})
+    other = dataclasses.replace(run, config=run.config.model_copy(update={"train": less}))
+    with pytest.raises(
+        ConfigError, match=r"iteration 4, .* was trained with train\.tokens_per_microbatch=4096\. Set this"
+    ):
+        train(other, 6)
 
 
 def test_a_state_that_is_reproduced_to_other_weights_is_refused_by_both_digests(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.iteration import is_evaluated
 from roundhouse.cli import app
 from roundhouse.config.loading import load_config
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.store.run import run_ids
-from tests.query.stores import write_run
+from roundhouse_flows.iteration import is_evaluated
+from tests.sql.stores import write_run
 
 
 def config(directory: Path, **keys: Any) -> str:
@@ -35,6 +35,10 @@ def refused(*command: str) -> RoundhouseError:
 def empty_model(directory: Path) -> dict[str, Any]:
     (directory / "model").mkdir()
     return {"policy": {"kind": "pretrained", "path": str(directory / "model")}}
+
+
+def model_of_the_hub(_: Path) -> dict[str, Any]:
+    return {"policy": {"kind": "pretrained", "path": "Qwen/Qwen3-0.6B"}}
 
 
 def missing_target(directory: Path) -> dict[str, Any]:
@@ -108,6 +112,7 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
     ("fault", "said"),
     [
         (empty_model, "policy.path is {directory}/model: config.json is missing."),
+        (model_of_the_hub, "`hf download Qwen/Qwen3-0.6B --local-dir DIRECTORY` does it"),
         (missing_target, "environment.target: no file {directory}/mine.py"),
         (class_without_demonstrations, "the environment mine has no demonstrations to start on"),
         (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays the rows"),

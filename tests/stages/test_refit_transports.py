@@ -27,6 +27,8 @@ from tests.generation.test_standalone import engine_process
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
 
+pytestmark = pytest.mark.real
+
 
 def test_a_run_brings_its_engine_to_each_version_by_the_way_it_chose_and_records_the_proof(tmp_path: Path) -> None:
     with engine_process() as url:

@@ -32,10 +32,13 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, model_location, read_manifest
 from roundhouse.training.service.client import RemoteTrainService
 from roundhouse.training.service.protocol import StoreCheckpoint
+from tests import fork_server
 from tests.ports import free_port
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
 from tests.training.service.serving import train_server
 from tests.waiting import until
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_resident_trainer")]
 
 MIB = 2**20
 
@@ -58,18 +61,11 @@ def run_of(policy: dict[str, str], store: str, tmp_path: Path, **service: Any) -
     return open_run(parse_config(tree | {"store": store, "policy": policy}))
 
 
-@pytest.fixture(autouse=True)
-def no_resident_trainer() -> Iterator[None]:
-    stage.release_trainer()
-    yield
-    stage.release_trainer()
-
-
 @contextmanager
 def server_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """`roundhouse train-server`, answering."""
     command = [str(Path(sys.executable).with_name("roundhouse")), "train-server", "--device", "cpu", "--threads", "1"]
-    process = subprocess.Popen([*command, "--port", str(port)])
+    process = fork_server.start([*command, "--port", str(port)])
     try:
         until(lambda: _answers(port), "a train server that answers", process=process)
         yield process

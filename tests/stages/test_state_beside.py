@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,11 @@ from roundhouse.store.run import Run, open_run, state_of, trained_since_state
 from roundhouse.store.stage import ModelFiles, read_manifest
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.training.trainer import Trainer
+from tests import fork_server
 from tests.stages.test_optimizer_every import metric
 from tests.stages.test_train import checkpoint_digests, make_run, sequences
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_resident_trainer")]
 
 
 def run_at(store: str, tmp_path: Path, beside: int | None = 0, **train: Any) -> Run:
@@ -52,13 +53,6 @@ def files(run: Run, version: int) -> dict[str, str]:
     state = state_of(checkpoint)
     assert state is not None
     return checkpoint_digests(checkpoint) | checkpoint_digests(state)
-
-
-@pytest.fixture(autouse=True)
-def no_resident_trainer() -> Iterator[None]:
-    stage.release_trainer()
-    yield
-    stage.release_trainer()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ train(run, 4, place / "cache")
 def killed(store: str, place: Path, moment: str, version: int) -> None:
     """Train until the state of a version is being written: until `before` or `after` its files are, which no manifest names."""
     arguments = [sys.executable, "-c", KILLED, store, str(place), moment, str(version)]
-    ended = subprocess.run(arguments, check=False, env=dict(os.environ), capture_output=True, text=True)
+    ended = fork_server.run(arguments, check=False, env=dict(os.environ), capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +32,14 @@ from roundhouse.training.service import one_shot
 from roundhouse.training.service.job_entry import error_of, exit_code, read_error
 from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
+from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.schemas import SEQUENCES
 from roundhouse.weight_sync.transfer import Sender
 from tests.ports import free_port
 from tests.training.service.serving import listening, make_service, train_server
 from tests.weight_sync.ends import offer_to
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_resident_trainer")]
 
 
 def make_run(store: str, tmp_path: Path, run_id: str = "r", **service: Any) -> Run:
@@ -102,21 +104,26 @@ def train_two(run: Run, tmp_path: Path, *, restart: bool) -> Reference:
     return checkpoint
 
 
-@pytest.fixture(autouse=True)
-def no_resident_trainer() -> Iterator[None]:
-    stage.release_trainer()
-    yield
-    stage.release_trainer()
-
-
 def checkpoint_digests(reference: Reference) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in read_manifest(reference).model_files.named()}
 
 
-@pytest.fixture
-def resident_digests(tmp_path: Path) -> dict[str, str]:
-    """What the default, a trainer in this process, writes in two iterations."""
-    return checkpoint_digests(train_two(make_run(str(tmp_path / "resident"), tmp_path), tmp_path, restart=False))
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two iterations with the default, a trainer in this process."""
+    place = tmp_path_factory.mktemp("resident")
+    run = make_run(str(place / "store"), place)
+    train_two(run, place, restart=False)
+    stage.release_trainer()
+    return run
+
+
+@pytest.fixture(scope="module")
+def resident_digests(resident: Run) -> dict[str, str]:
+    """What that trainer writes."""
+    checkpoint = resident.checkpoint(2).reference()
+    assert checkpoint is not None
+    return checkpoint_digests(checkpoint)
 
 
 def test_a_restart_between_iterations_changes_nothing(store_uri: str, tmp_path: Path) -> None:
@@ -220,6 +227,30 @@ def test_ranks_stay_between_iterations_and_a_lost_one_costs_its_step_alone(tmp_p
     assert checkpoint_digests(again) == expected
 
 
+@pytest.mark.long
+def test_after_a_lack_of_memory_the_retry_trains_in_another_process(
+    resident_digests: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(str(tmp_path / "short"), tmp_path)
+    start = starting_policy(run)
+    step, processes = Trainer.step, []
+
+    def short_of_memory(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Trainer, "step", short_of_memory)
+    with pytest.raises(MemoryError):
+        train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache")
+
+    def observed(trainer: Trainer, *arguments: Any) -> Any:
+        processes.append(type(trainer.learner.service).__name__)
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "step", observed)
+    assert checkpoint_digests(train_two(run, tmp_path, restart=False)) == resident_digests
+    assert processes == ["ResidentRanks", "ResidentRanks"]
+
+
 def test_a_step_records_its_columns_and_is_not_done_twice(tmp_path: Path) -> None:
     run = make_run(str(tmp_path / "store"), tmp_path)
     checkpoint = starting_policy(run)
@@ -263,9 +294,9 @@ def test_a_process_a_step_writes_what_a_resident_trainer_writes(
 
 
 def test_a_remote_server_writes_what_a_resident_trainer_writes_and_serves_one_session_throughout(
-    resident_digests: dict[str, str], tmp_path: Path
+    resident: Run, resident_digests: dict[str, str], tmp_path: Path
 ) -> None:
-    start = model_location(make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location).local_path
+    start = model_location(resident.checkpoint(0).location).local_path
     service = make_service(start, tmp_path / "server")
     with listening(build_app(service)) as url:
         run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=url)
@@ -286,9 +317,9 @@ def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], 
 
 
 def test_a_server_lost_between_iterations_fails_the_stage_and_the_next_attempt_goes_on_from_the_checkpoint(
-    resident_digests: dict[str, str], tmp_path: Path
+    resident: Run, resident_digests: dict[str, str], tmp_path: Path
 ) -> None:
-    start = model_location(make_run(str(tmp_path / "resident"), tmp_path).checkpoint(0).location).local_path
+    start = model_location(resident.checkpoint(0).location).local_path
     port = free_port()
     run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=f"http://127.0.0.1:{port}", retry_seconds=2)
     checkpoint = starting_policy(run)

@@ -7,7 +7,6 @@ takes the processor for it (`declared_gpu/`).
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +32,10 @@ from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.weight_sync.replica_state import ReplicaReport
+from tests import fork_server
 from tests.generation.test_standalone import engine_process
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 TRAINER, REPLICA = ACTORS = ("TrainActor", "ServeReplica:policy:policy")
 
@@ -159,7 +159,7 @@ def test_a_run_whose_trainer_ray_places_on_its_engines_gpu_takes_turns_with_it_a
     tree["evaluation"] |= {"before_training": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [str(Path(sys.executable).with_name("roundhouse")), "train", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = fork_server.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     run = open_run(parse_config(tree))
     assert made_by(run, run.stage(2, "evaluate").reference()) == awake

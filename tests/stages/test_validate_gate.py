@@ -36,6 +36,8 @@ from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests.gym.collecting import collect
 from tests.trajectories.collected import collected
 
+pytestmark = pytest.mark.usefixtures("no_resident_trainer")
+
 SIZE = 4
 
 
@@ -100,12 +102,6 @@ def collect_stage(run: Run, rollouts: list[Rollout]) -> Reference:
 def step(run: Run, start: Reference, rollouts: list[Rollout], cache: Path) -> Reference:
     validated = validate_iteration(run, 1, collect_stage(run, rollouts), vocabulary_size(run))
     return train_iteration(run, 1, validated, start, cache)
-
-
-@pytest.fixture(autouse=True)
-def no_resident_trainer():
-    yield
-    train_stage.release_trainer()
 
 
 @pytest.fixture

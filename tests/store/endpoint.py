@@ -36,6 +36,7 @@ class Endpoint(FaultyS3):
         super().__init__(upstream, rate=0, seed=0, slow_seconds=1.0)
         self.hide: re.Pattern[str] | None = None
         self.ghosts: set[str] = set()
+        self.refused_key: str | None = None
         self.seen: list[str] = []
         self._planted: list[Planted] = []
 
@@ -49,6 +50,10 @@ class Endpoint(FaultyS3):
     def fault(self, request: web.Request) -> str:
         line = f"{request.method} {request.raw_path}"
         self.seen.append(line)
+        if self.refused_key is not None and f"Credential={self.refused_key}/" in request.headers.get(
+            "Authorization", ""
+        ):
+            return "expired"
         for planted in self._planted:
             if planted.left > 0 and planted.pattern.match(line):
                 planted.left -= 1

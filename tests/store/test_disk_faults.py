@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,14 +16,16 @@ import pytest
 from pydantic import ValidationError
 
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import ConfigError, StoreError
+from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.store import disk
 from roundhouse.store.directories import local_directory
-from roundhouse.store.location import Location
+from roundhouse.store.lineage import read_identity
+from roundhouse.store.location import Location, file_digest
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import MANIFEST, FileEntry, Manifest, Reference, read_manifest, read_table, sha256
 from roundhouse.store.verification import find_garbage, verify
 from roundhouse.weight_sync.replica_state import later_than
+from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
 TABLE = pa.table({"id": list(range(100))})
 
@@ -98,6 +101,43 @@ def test_a_limit_on_file_sizes_is_told_as_a_full_disk(tmp_path: Path) -> None:
     assert "cannot write" in ended.stderr
     assert "The disk is full" in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named_by_the_file_that_did_not_fit(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from roundhouse.store.location import Location; from roundhouse.store import disk\n"
+        "from roundhouse.health.policy import typed\n"
+        f"Location({str(tmp_path / 'store')!r}).write('model', b'x' * 2000)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "def download():\n"
+        f"    Location({str(tmp_path / 'store')!r}).download(['model'], Path({str(tmp_path / 'cache')!r}))\n"
+        "def write():\n"
+        f"    with disk.writing(Path({str(tmp_path / 'weights')!r})) as stream:\n"
+        "        stream.write(b'x' * 20000)\n"
+        "for act in (download, write):\n"
+        "    try:\n"
+        "        act()\n"
+        "    except Exception as error:\n"
+        "        print(type(typed(error)).__name__, typed(error))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    download, write = ended.stdout.splitlines()
+    assert download.startswith("DiskFull cannot download")
+    assert f"{tmp_path}/cache/model" in download
+    assert write.startswith("DiskFull")
+    assert f"{tmp_path}/weights" in write
+
+
+def test_a_read_only_store_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path))
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    for act in (lambda: Location(str(tmp_path)).write("a/b", b""), lambda: Location(str(tmp_path)).create("a", b"")):
+        with pytest.raises(StoreError, match=r"cannot \w+ .*/a.*its file system is read-only"):
+            act()
 
 
 # Order on the disk ---------------------------------------------------------------------------------------------------
@@ -279,3 +319,35 @@ def test_a_tree_that_changes_while_it_is_listed_is_no_error(tmp_path: Path) -> N
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_bytes(b"")
     assert disk.tree(str(tmp_path)) == ["a/b/c"]
+
+
+def test_a_fifo_in_a_store_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    place = Location(str(tmp_path))
+    os.mkfifo(tmp_path / "run.json")
+    for read in (
+        lambda: place.read("run.json"),
+        lambda: place.read_range("run.json", 0, 4),
+        lambda: place.digest("run.json"),
+        lambda: place.download(["run.json"], tmp_path / "copy"),
+        lambda: read_identity(place),
+    ):
+        with pytest.raises(StoreError, match=r"run\.json"):
+            read()
+    with pytest.raises(OSError, match="not a regular file"):
+        file_digest(tmp_path / "run.json")
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="no safetensors file"):
+        TensorFile(tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="has no safetensors files"):
+        weight_files(tmp_path)
+
+
+def test_a_read_only_file_system_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(disk, "replace", refuse)
+    with pytest.raises(
+        StoreError, match=r"a\.json: its file system is read-only\. Mount it writable, or name another store"
+    ):
+        Location(str(tmp_path)).write("a.json", b"")

@@ -30,6 +30,8 @@ from roundhouse.store.verification import verify
 from tests.fixtures.make_earlier_store import BUCKET, STORE
 from tests.generation.test_standalone import engine_process
 
+pytestmark = pytest.mark.real
+
 ARCHIVE = Path(__file__).parents[1] / "fixtures/earlier-store.tar.xz"
 
 

@@ -20,6 +20,8 @@ from roundhouse.store.verification import verify
 from tests.ports import free_port
 from tests.waiting import until
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def faulty_store(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:

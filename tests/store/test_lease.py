@@ -35,7 +35,6 @@ from roundhouse.store.lease import (
     try_to_take,
 )
 from roundhouse.store.location import Location
-from roundhouse.store.process_identity import birth
 from roundhouse.store.run import open_run, point_to_promoted
 from roundhouse.store.stage import read_manifest
 from roundhouse.store.verification import verify
@@ -220,14 +219,15 @@ def test_a_process_of_this_machine_that_died_is_followed_at_once(store_uri: str)
 
 
 def test_a_process_number_of_another_machine_or_of_a_later_process_says_nothing(store_uri: str) -> None:
-    own, born = os.getpid(), birth(os.getpid())
-    assert born is not None
-    record = LeaseRecord(
-        token=1, nonce="n", host="h", pid=own, born=born, machine=leases._machine(), since=0.0, seconds=60.0
-    )
-    assert not record.is_over
-    assert record.model_copy(update={"born": born - 1}).is_over
-    assert not record.model_copy(update={"born": born - 1, "machine": "another"}).is_over
+    run = empty(store_uri)
+    taken(run)
+    record = holder(run)
+    assert record is not None
+    assert record.pid == os.getpid()
+    assert record.born is not None
+    earlier = record.model_copy(update={"born": record.born - 1})
+    assert earlier.is_over
+    assert not earlier.model_copy(update={"machine": "another"}).is_over
 
 
 def test_a_run_that_was_deleted_and_made_anew_is_not_the_old_drivers(store_uri: str) -> None:

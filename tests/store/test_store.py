@@ -1,9 +1,11 @@
+import io
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,10 +14,11 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages.report import report_iteration
-from roundhouse.store import location
+from roundhouse.store import location, stage
 from roundhouse.store.location import AlreadyExists, Location, NotFound
-from roundhouse.store.run import Run, load_run, open_run
+from roundhouse.store.run import Run, load_run, open_run, readable_runs
 from roundhouse.store.stage import MANIFEST, read_file, read_manifest, read_table
+from roundhouse.view.catalog import Catalog
 
 TABLE = pa.table({"id": [1, 2, 3], "tokens": [[1], [2, 3], []]})
 
@@ -185,20 +188,65 @@ print(rows, len(os.listdir("/proc/self/task")) - before)
     assert (ended.returncode, ended.stdout.split()) == (0, ["2000", "0"]), ended.stderr
 
 
+def test_a_run_whose_identity_leads_out_of_the_store_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_in(str(tmp_path))
+    (tmp_path / "runs/odd").mkdir()
+    (tmp_path / "runs/odd/run.json").symlink_to("/dev/zero")
+    assert [each.run_id for each in readable_runs(str(tmp_path))] == [run.run_id]
+    assert "run odd is left out" in caplog.text
+    assert [each["run_id"] for each in Catalog(str(tmp_path)).runs()] == [run.run_id]
+
+
+def parquet_of(values: pa.Array | pa.ChunkedArray, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"a": values}), buffer, **options)
+    return buffer.getvalue()
+
+
+def dictionary(rows: int, letters: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * letters]))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_small_file_of_many_equal_values_is_refused_before_they_fill_the_memory(
+    is_nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "EXPANDED_BYTES", 2**20)
+    values = dictionary(100_000, 100_000)  # 10 GB
+    if is_nested:
+        values = pa.ListArray.from_arrays(pa.array(range(100_001), pa.int32()), values)
+    data = parquet_of(values)
+    assert len(data) < 100_000
+    with pytest.raises(pa.ArrowInvalid, match="bytes of Parquet hold more than"):
+        stage.parse_parquet(data)
+
+
+def test_a_file_that_is_read_in_batches_has_the_rows_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "EXPANDED_BYTES", 0)
+    rows = pa.array(
+        [{"text": str(number) * (number % 50), "tokens": [number] * (number % 7)} for number in range(3000)]
+    )
+    data = parquet_of(rows, row_group_size=700)
+    assert stage.parse_parquet(data).column("a").combine_chunks().equals(rows)
+    assert stage.parse_parquet(parquet_of(rows.slice(0, 0))).num_rows == 0
+
+
 def test_waits_of_several_threads_at_once_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(location, "time", SimpleNamespace(monotonic=lambda: now))
-    waiting = location._Waiting()
+    waiting, before = location.waiting, location.waiting.seconds
     with waiting.counted():
         now = 2.0
         with waiting.counted():  # of another thread, for all it knows
             now = 3.0
-        assert waiting.seconds == 3.0
+        assert waiting.seconds - before == 3.0
     now = 10.0
-    assert waiting.seconds == 3.0
+    assert waiting.seconds - before == 3.0
     with waiting.counted():
         now = 11.0
-    assert waiting.seconds == 4.0
+    assert waiting.seconds - before == 4.0
 
 
 def test_stages_and_reports_record_how_long_the_store_was_waited_for(

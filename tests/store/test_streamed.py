@@ -18,6 +18,8 @@ from roundhouse.store import bucket, disk
 from roundhouse.store.location import Location, NotFound
 from tests.store.endpoint import Endpoint, endpoint
 
+pytestmark = pytest.mark.real
+
 MIB = 2**20
 DATA = os.urandom(MIB) * 21 + b"the end"
 """Four parts of 5 MiB, the least that S3 takes, and a rest."""

@@ -20,9 +20,11 @@ from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import mlflow as notebook
 from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.tracking.mlflow import MlflowRun, open_mlflow_run
-from roundhouse.tracking.traces import model_calls
+from roundhouse.tracking.traces import TraceWriter, model_calls
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn
 from tests.stages.test_promotion import evaluated
+
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,12 @@ def page(run: Run, database: str) -> Iterator[MlflowRun]:
     found = open_mlflow_run(run, database)
     yield found
     found.finish()
+
+
+def writer(run: Run, page: MlflowRun, database: str) -> TraceWriter:
+    client = MlflowClient(database)
+    experiment = client.get_run(page.mlflow_run_id).info.experiment_id
+    return TraceWriter(client, experiment, page.mlflow_run_id, run.uid)
 
 
 def turn(number: int, seconds: float) -> Turn:
@@ -87,7 +95,7 @@ def test_a_conversation_is_cut_where_the_policy_begins_to_speak_again():
 def test_a_rollout_becomes_a_trace_with_measured_seconds_its_tools_and_its_reward(
     run: Run, page: MlflowRun, database: str
 ):
-    page._traces.write([rollout(0)], 3)
+    writer(run, page, database).write([rollout(0)], 3)
     (trace,) = traces(run, database)
     by_name = {span.name: span for span in trace.data.spans}
     seconds = {name: (span.end_time_ns - span.start_time_ns) / 1e9 for name, span in by_name.items()}
@@ -109,7 +117,7 @@ def test_a_failed_rollout_is_an_error_without_any_reward(run: Run, page: MlflowR
     failed = rollout(
         0, status=Status.FAILED, reward=None, failure_kind=FailureKind.INFRA, failure_code="engine_timeout"
     )
-    page._traces.write([failed], 1)
+    writer(run, page, database).write([failed], 1)
     (trace,) = traces(run, database)
     assert trace.info.status == "ERROR"
     assert json.loads(trace.data.response) == "(failed: engine_timeout)"
@@ -118,10 +126,10 @@ def test_a_failed_rollout_is_an_error_without_any_reward(run: Run, page: MlflowR
 
 
 def test_traces_of_an_iteration_are_written_once_however_often_it_is_reported(run: Run, page: MlflowRun, database: str):
-    page._traces.write([rollout(0)], 1)
-    again = open_mlflow_run(run, database)
-    again._traces.write([rollout(0), rollout(1)], 1)
-    again._traces.write([rollout(0)], 2)
+    writer(run, page, database).write([rollout(0)], 1)
+    again = writer(run, open_mlflow_run(run, database), database)
+    again.write([rollout(0), rollout(1)], 1)
+    again.write([rollout(0)], 2)
     assert sorted(trace.info.tags["roundhouse.rollout"] for trace in traces(run, database)) == ["t/0", "t/0", "t/1"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,21 +15,29 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.consent import unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.console import print_summary
 from roundhouse.errors import ConfigError
+from roundhouse.health.errors import ErrorReporter
+from roundhouse.health.heartbeat import Heartbeat, read_beat, state_of
 from roundhouse.imports import load_class
+from roundhouse.infra.consents import record_consent
 from roundhouse.stages.report import report_iteration, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import traces
 from roundhouse.tracking import tracker as tracking
-from roundhouse.tracking.mlflow import FIRST_LOOK, table_url
+from roundhouse.tracking.mlflow import FIRST_LOOK, page_of, table_url
+from roundhouse.tracking.sinks import Sinks
 from roundhouse.tracking.traces import UID_TAG
-from roundhouse.tracking.tracker import Sinks, Tracker, catch_up, open_tracker
-from tasks import report as tasks
+from roundhouse.tracking.tracker import Tracker, catch_up, open_tracker
+from roundhouse_tasks import report as tasks
 from tests.ports import free_port
 from tests.stages.test_promotion import evaluated
 from tests.tracking.served import FaultyServer, faulty_server
+from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +157,35 @@ def test_a_server_that_dies_in_the_middle_gets_the_rest_when_it_is_back_and_noth
     assert logged(run) == [0, 1]
 
 
+@pytest.mark.parametrize("deleted", ["experiment", "run"])
+def test_what_is_deleted_in_mlflow_is_restored_by_the_run_and_by_the_next_start(
+    tmp_path, server: FaultyServer, deleted: str
+):
+    run = a_run(tmp_path, server.url)
+    client = MlflowClient(server.url)
+
+    def delete() -> None:
+        experiment = client.get_experiment_by_name(run.config.tracking.experiment)
+        if deleted == "experiment":
+            client.delete_experiment(experiment.experiment_id)
+        else:
+            [page] = client.search_runs([experiment.experiment_id])
+            client.delete_run(page.info.run_id)
+
+    tracker = tracked(run)
+    iteration(run, 1)
+    tracker.update()
+    assert tracker.settle()
+    delete()
+    iteration(run, 2)
+    assert finished(tracker, 60)
+    assert logged(run) == [1, 2]
+    delete()
+    iteration(run, 3)
+    catch_up(run)
+    assert logged(run) == [1, 2, 3]
+
+
 def test_no_name_and_no_number_of_an_iteration_keeps_it_from_the_page(
     tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ):
@@ -180,6 +218,7 @@ def test_no_name_and_no_number_of_an_iteration_keeps_it_from_the_page(
     assert sorted(trace.info.tags["roundhouse.iteration"] for trace in there) == ["0", "0", "0", "1", "1"]
 
 
+@pytest.mark.smoke("MLflow")
 def test_a_resumed_run_that_is_finished_writes_what_mlflow_lacks(tmp_path, server: FaultyServer):
     server.fault = lambda path: "500"
     run = a_run(tmp_path, server.url)
@@ -188,6 +227,8 @@ def test_a_resumed_run_that_is_finished_writes_what_mlflow_lacks(tmp_path, serve
         iteration(run, number)
     summary = summarize(run) | {"iterations": 1, "mlflow_complete": finished(tracked(run), 0.05)}
     run.write_summary(summary)
+    # The resumed run is another process: nothing of the first one writes any more.
+    until(lambda: all(thread.name != "tracking" for thread in threading.enumerate()), "the end of the first tracker")
     server.fault = lambda path: ""
     found = tasks.finished_summary(run)
     assert found is not None
@@ -196,23 +237,75 @@ def test_a_resumed_run_that_is_finished_writes_what_mlflow_lacks(tmp_path, serve
     assert logged(run) == [0, 1]
 
 
-def test_a_run_that_fails_writes_what_it_has_done_and_leaves_no_thread_that_writes(tmp_path, server: FaultyServer):
+@pytest.mark.parametrize(
+    ("error", "status", "state"),
+    [(ValueError("a stage failed"), "FAILED", "failed"), (KeyboardInterrupt(), "KILLED", "stopped")],
+    ids=["failed", "interrupted"],
+)
+def test_a_run_that_ends_early_writes_what_it_has_and_its_page_shows_the_end(
+    tmp_path, server: FaultyServer, error: BaseException, status: str, state: str, monkeypatch: pytest.MonkeyPatch
+):
+    def threads_of_trackers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "tracking"}
+
+    before = threads_of_trackers()
     run = a_run(tmp_path, server.url)
     seen: list[Tracker | None] = []
 
     def training() -> None:
-        with tasks.tracked(run):
+        with tasks.tracked(run), Heartbeat(run.location, ErrorReporter(), 60.0):
             iteration(run, 0)
             seen.append(tasks.opened_tracker(run))
             seen[0].update()
-            raise ValueError("a stage failed")
+            until(lambda: seen[0].url is not None, "the page")
+            raise error
 
-    with pytest.raises(ValueError, match="a stage failed"):
+    monkeypatch.setattr(tasks, "INTERRUPTED_SECONDS", 60.0)
+    with pytest.raises(type(error)):
         training()
-    [tracker] = seen
     assert logged(run) == [0]
-    tracker._thread.join(60)
-    assert not tracker._thread.is_alive()
+    assert page_status(run) == status
+    assert state_of(run) == state
+    until(lambda: not threads_of_trackers() - before, "the end of the tracker's thread")
+
+
+def page_status(run: Run) -> str:
+    page = page_of(MlflowClient(run.config.tracking.uri), run)
+    assert page is not None
+    return page.info.status
+
+
+def test_the_page_of_a_killed_run_is_closed_by_the_next_command_and_only_once(
+    tmp_path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ROUNDHOUSE_STATE", str(tmp_path))
+    run = a_run(tmp_path, server.url)
+    iteration(run, 0)
+    tracker = tracked(run)
+    assert tracker.settle()
+    tracker.stop()
+    with Heartbeat(run.location, ErrorReporter(), 60.0):
+        until(lambda: read_beat(run.location) is not None, "the first heartbeat")
+        killed = run.location.read("health.json")
+    run.location.write("health.json", killed)
+    assert (page_status(run), state_of(run)) == ("RUNNING", "crashed")
+
+    def listed() -> str:
+        return CliRunner().invoke(app, ["runs", "list", "--store", run.config.store]).stderr
+
+    assert listed() == "", "nobody accepted the server that the store names"
+    record_consent(run.config)
+    server.fault = lambda path: "500"
+    assert listed() == ""
+    server.fault = lambda path: ""
+    assert "MLflow now shows how these runs ended" in listed()
+    assert page_status(run) == "FAILED"
+    page = page_of(MlflowClient(server.url), run)
+    assert page.info.end_time == int(read_beat(run.location).written_at * 1000)
+    server.fault = lambda path: "500"
+    server.refused.clear()
+    assert listed() == ""
+    assert not server.refused.is_set(), "the server is not asked again"
 
 
 def test_the_experiment_has_a_view_of_its_table_with_the_metrics_that_matter(tmp_path, server: FaultyServer):
@@ -239,20 +332,23 @@ def test_a_deleted_run_leaves_nothing_in_mlflow_and_other_runs_stay(
         assert catch_up(run)
         return run
 
+    monkeypatch.setenv("ROUNDHOUSE_STATE", str(tmp_path))
     deleted, other = made("deleted"), made("other")
     client = MlflowClient(server.url)
     experiment = client.get_experiment_by_name(tmp_path.name).experiment_id
-    told = CliRunner().invoke(app, ["runs", "delete", "deleted", "--yes", "--store", deleted.config.store])
+    told = CliRunner().invoke(
+        app, ["runs", "delete", "deleted", "--yes", "--trust-store", "--store", deleted.config.store]
+    )
     assert "MLflow: deleted" in told.stdout, told.stdout
     assert [page.info.run_name for page in client.search_runs([experiment])] == ["other"]
     others = client.search_traces(locations=[experiment], include_spans=False)
     assert {trace.info.tags[UID_TAG] for trace in others} == {other.uid}
     assert {each.tags[UID_TAG] for each in client.search_model_versions("name = 'shared'")} == {other.uid}
-    CliRunner().invoke(app, ["runs", "delete", "other", "--yes", "--store", other.config.store])
+    CliRunner().invoke(app, ["runs", "delete", "other", "--yes", "--trust-store", "--store", other.config.store])
     assert client.search_registered_models("name = 'shared'") == []
     gone = made("gone")
     server.fault = lambda path: "500"
-    told = CliRunner().invoke(app, ["runs", "delete", "gone", "--yes", "--store", gone.config.store])
+    told = CliRunner().invoke(app, ["runs", "delete", "gone", "--yes", "--trust-store", "--store", gone.config.store])
     assert told.exit_code == 0
     assert f"MLflow: {server.url} refused" in told.stdout
 
@@ -274,7 +370,7 @@ class Nothing: ...
 
 
 def test_each_sink_of_the_list_gets_every_iteration_and_one_that_fails_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_sink.py").write_text(OWN_SINK)
     own = f"{tmp_path / 'own_sink.py'}:Keeps"
@@ -285,34 +381,39 @@ def test_each_sink_of_the_list_gets_every_iteration_and_one_that_fails_stops_not
 
     run = opened(own, "json_lines")
     assert open_tracker(run) is None, "MLflow is not in the list"
-    assert unnamed_code(run.config, []) == {"tracking.sinks": f"['{own}', 'json_lines']"}
-    assert unnamed_code(opened("mlflow", "json_lines").config, []) == {}
+    state = {"infra.state": str(tmp_path / "state")}
+    assert unnamed_code(run.config, []) == state | {"tracking.sinks": f"['{own}', 'json_lines']"}
+    assert unnamed_code(opened("mlflow", "json_lines").config, []) == state
     for number in (0, 1):
         run.begin(run.checkpoint(number), policy_version=number).commit()
         run.begin(run.stage(number, "collect"), policy_version=number).commit(metrics={"reward/mean": number / 2})
         report_iteration(run, number)
+    shown: list[str] = []
+    monkeypatch.setattr("roundhouse.tracking.sinks.announce", lambda event, name, text: shown.append(text))
     sinks = Sinks(run)
     sinks.update()
     sinks.update()
     taken = load_class(own, object, "tracking.sinks").taken  # type: ignore[attr-defined]
     assert taken == [("listed", 0, 0.0), ("listed", 1, 0.5)]
     assert "Keeps did not take iteration 1: ValueError('not this one')" in caplog.text
+    assert [text for text in shown if "did not take iteration 1" in text], "at the terminal, too"
     file = tmp_path / "state/metrics/listed.jsonl"
     file.write_text(file.read_text()[:-5])  # as a kill leaves it
     Sinks(opened("json_lines", own.replace("Keeps", "Refuses"))).update()
-    assert "Refuses cannot be opened, and this run goes on without it: OSError('no such host')" in caplog.text
+    assert "Refuses cannot be opened, and this run continues without it: OSError('no such host')" in caplog.text
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["iteration"], line["reward/mean"]) for line in lines] == [(0, 0.0), (1, 0.5)], "after a restart too"
     with pytest.raises(ConfigError, match="does not define log_iteration"):
         Sinks(opened(own.replace("Keeps", "Nothing")))
-    for wrong, told in ((["wandb"], "the sinks are mlflow, json_lines"), (["mlflow", "mlflow"], "named twice")):
+    known = "the sinks are mlflow, json_lines, tensorboard, wandb, trackio"
+    for wrong, told in ((["wanbd"], known), (["mlflow", "mlflow"], "named twice")):
         with pytest.raises(ConfigError, match=told):
             opened(*wrong)
 
 
 @pytest.mark.parametrize(
     ("rewards", "told"),
-    [([None, None], "– → –  (± –, ± –; – tasks"), ([None, 0.5], "– → 0.500  (± –, ± 0.000; 2 tasks")],
+    [([None, None], "– → –  (– held-out tasks"), ([None, 0.5], "– → 0.500 ± 0.000  (2 held-out tasks")],
     ids=["never", "at first"],
 )
 def test_an_evaluation_without_a_reward_is_shown_by_a_dash_and_left_out_of_the_plot(

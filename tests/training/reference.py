@@ -114,7 +114,7 @@ def policy_terms(
                 term = torch.tensor(-advantage * dual_clip, dtype=cur.dtype)
         weight = geometric if ratio == "sequence" else math.exp(log_weight)
         inside = bounds[0] <= weight <= bounds[1]
-        if correction == "tis":
+        if correction == "tis" or (correction == "auto" and sum(map(abs, log_weights)) / n > 0.01):
             term = term * min(max(weight, bounds[0]), bounds[1])
         elif correction == "icepop":
             term = term * (weight if inside else 0.0)

@@ -22,6 +22,7 @@ from roundhouse.training.algorithms.policy_gradient import (
     next_coefficient,
     overlong_penalties,
     scale,
+    shape_rewards,
     to_go,
 )
 from roundhouse.training.batch import TrainingSequences
@@ -70,6 +71,7 @@ def advantages(sequences: TrainingSequences, **config: Any) -> list[float]:
         ({"kind": "dr_grpo"}, [0.75, -0.25, -0.25, -0.25]),
         # the others' means: 0 and 1/3
         ({"kind": "rloo"}, [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ({"kind": "grpo", "leave_one_out": True, "normalize_by_std": False}, [1.0, -1 / 3, -1 / 3, -1 / 3]),
         ({"kind": "grpo", "leave_one_out": True}, [2.0, -2 / 3, -2 / 3, -2 / 3]),
         # mean 1/4 off, then zero mean already, variance (9/16 + 3/16) / 4 = 3/16, its root 0.433
         ({"kind": "reinforce_plus_plus", "kl_coefficient": 0}, [0.75 / 0.4330127, *[-0.25 / 0.4330127] * 3]),
@@ -96,9 +98,9 @@ def test_a_pair_under_leave_one_out_is_normalised_and_has_spread() -> None:
 
 
 def test_two_groups_of_the_same_prompt_stay_two() -> None:
-    np.testing.assert_allclose(
-        advantages(batch({"g": [1.0, 0.0], "h": [1.0, 1.0]}), kind="dr_grpo"), [0.5, -0.5, 0.0, 0.0]
-    )
+    both = batch({"g": [1.0, 0.0], "h": [1.0, 1.0]})
+    assert len({tuple(tokens) for tokens in np.split(both.token_ids, both.offsets[1:-1])}) == 1, "equal prompts"
+    np.testing.assert_allclose(advantages(both, kind="dr_grpo"), [0.5, -0.5, 0.0, 0.0])
 
 
 def test_dapo_masks_truncated_rollouts_but_counts_them_in_the_baseline() -> None:
@@ -247,9 +249,9 @@ def test_positive_examples_get_cross_entropy_beside_the_policy_term() -> None:
 
 
 def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_its_floor() -> None:
-    shaping = OverlongShaping(max_generated_tokens=100, buffer_tokens=20, penalty=0.5)
+    shaping = OverlongShaping(max_generated_tokens=100, buffer_tokens=20)
     lengths = np.array([0, 80, 85, 100, 101, 10_000])
-    np.testing.assert_allclose(overlong_penalties(lengths, shaping), [0, 0, -0.125, -0.5, -0.5, -0.5])
+    np.testing.assert_allclose(overlong_penalties(lengths, shaping, 0.5), [0, 0, -0.125, -0.5, -0.5, -0.5])
 
 
 def test_the_overlong_penalty_looks_at_all_turns_and_sequences_of_a_rollout() -> None:
@@ -261,8 +263,22 @@ def test_the_overlong_penalty_looks_at_all_turns_and_sequences_of_a_rollout() ->
     assert found.metrics["reward"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "scaled", "right", "wrong"),
+    [("dr_grpo", {}, 0.5, 0.0), ("dapo", {}, 0.0, -1.0), ("dr_grpo", {"scaling": {"target": (0.0, 4.0)}}, 2.0, 0.0)],
+)
+def test_by_default_a_right_answer_at_the_limit_beats_a_short_wrong_one(
+    algorithm: str, scaled: dict[str, Any], right: float, wrong: float
+) -> None:
+    reward = {"overlong": {"max_generated_tokens": 10, "buffer_tokens": 5}} | scaled
+    section = TypeAdapter(AlgorithmConfig).validate_python({"kind": algorithm, "reward": reward})
+    assert shape_rewards(batch({"g": [1.0]}, tokens=10), section.reward).tolist() == [right]
+    assert shape_rewards(batch({"g": [0.0]}, tokens=2), section.reward).tolist() == [wrong]
+
+
 def test_scaling_clamps_and_maps_and_a_truncated_reward_is_multiplied() -> None:
     np.testing.assert_allclose(scale(np.array([-3, 0, 0.25, 1, 9.0]), Scaling()), [-1, -1, -0.5, 1, 1])
+    np.testing.assert_allclose(scale(np.array([0.0, 1.0]), Scaling(target=(-2.0, 3.0))), [-2, 3])
     sequences = batch({"g": [1.0, 1.0, 0.0]}, truncated=[True, False, False])
     found = compute(sequences, kind="dr_grpo", reward={"truncated_factor": 0.0})
     np.testing.assert_allclose(found.sequence_columns["advantage"], [-1 / 3, 2 / 3, -1 / 3])
@@ -310,8 +326,8 @@ def test_advantages_are_clipped_to_their_bounds() -> None:
 
 
 def test_the_controller_moves_towards_its_target_by_at_most_a_fifth_a_horizon() -> None:
-    controller = AdaptiveKL(target=0.1, horizon=1000)
-    assert next_coefficient(0.5, 0.11, 100, controller) == pytest.approx(0.5 * (1 + 0.1 * 0.1))
+    controller = AdaptiveKL(target=0.2, horizon=1000)
+    assert next_coefficient(0.5, 0.22, 100, controller) == pytest.approx(0.5 * (1 + 0.1 * 0.1))
     assert next_coefficient(0.5, 9.0, 100, controller) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
     assert next_coefficient(0.5, 0.0, 100, controller) == pytest.approx(0.5 * (1 - 0.2 * 0.1))
     assert next_coefficient(0.5, 9.0, 100, None) == 0.5
@@ -320,6 +336,12 @@ def test_the_controller_moves_towards_its_target_by_at_most_a_fifth_a_horizon() 
         batch({"g": [1.0, 0.0]}), AlgorithmInputs(kl_coefficient=0.7), kind="grpo", kl_coefficient=0.1, adaptive_kl={}
     )
     assert found.columns.reference_kl_weights.max() == pytest.approx(0.7)
+
+
+def test_the_default_target_of_the_kl_moves_the_coefficient_both_ways() -> None:
+    """A healthy KL is 0.001 to 0.1 nats a token; half a nat is far from the reference."""
+    assert next_coefficient(0.1, 0.5, 1024, AdaptiveKL()) > 0.1
+    assert next_coefficient(0.1, 0.001, 1024, AdaptiveKL()) < 0.1
 
 
 def test_a_return_is_what_comes_after_a_token_in_its_own_sequence() -> None:

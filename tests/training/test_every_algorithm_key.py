@@ -1,23 +1,25 @@
-"""Every key of `train.algorithm` changes the loss of one fixed batch, or has one value."""
+"""Every key of `train.algorithm` changes the loss of one fixed batch, for every algorithm that takes it."""
 
 from __future__ import annotations
 
+import functools
 import typing
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from roundhouse.config.algorithms import AlgorithmConfig, TokenLoss
-from roundhouse.errors import DataError
+from roundhouse.config.kinds import Kinds
 from roundhouse.training.algorithms import Algorithm, AlgorithmInputs, build_algorithm
-from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards, next_coefficient
+from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.loss import LossTokens, MetricSums, sequence_scale, token_loss
+from tools.ignore_keys import has_one_value
 
-SECTIONS: tuple[type[TokenLoss], ...] = typing.get_args(typing.get_args(AlgorithmConfig)[0])
+SECTIONS: tuple[type[TokenLoss], ...] = tuple(Kinds("algorithm").sections())  # type: ignore[arg-type]
 REQUIRED: dict[str, dict[str, Any]] = {
     "distillation": {"teacher": "/teacher"},
     "custom": {"target": "tests.training.test_every_algorithm_key:Scaled"},
@@ -61,25 +63,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parameters": ({}, {"parameters": {"factor": 3.0}}),
 }
 """Of each key, what goes with it, and the change."""
-PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "RewardShaping.scaling": ({}, {"scaling": {"target": [-2.0, 2.0]}}),
-    "RewardShaping.truncated_factor": ({}, {"truncated_factor": 0.5}),
-    "RewardShaping.overlong": ({}, {"overlong": {"max_generated_tokens": 4, "buffer_tokens": 2}}),
-    "Scaling.source": ({"scaling": {}}, {"scaling": {"source": [0.0, 2.0], "target": [-1.0, 2.0]}}),
-    "Scaling.target": ({"scaling": {}}, {"scaling": {"target": [-2.0, 2.0]}}),
-    "OverlongShaping.max_generated_tokens": (
-        {"overlong": {"max_generated_tokens": 90, "buffer_tokens": 2}},
-        {"overlong": {"max_generated_tokens": 4, "buffer_tokens": 2}},
-    ),
-    "OverlongShaping.buffer_tokens": (
-        {"overlong": {"max_generated_tokens": 128}},
-        {"overlong": {"max_generated_tokens": 128, "buffer_tokens": 4}},
-    ),
-    "OverlongShaping.penalty": (
-        {"overlong": {"max_generated_tokens": 4, "buffer_tokens": 2}},
-        {"overlong": {"max_generated_tokens": 4, "buffer_tokens": 2, "penalty": 9.0}},
-    ),
-}
 
 
 class Scaled(PolicyGradientAlgorithm):
@@ -104,8 +87,9 @@ def loss_of(tree: dict[str, Any]) -> float:
     return loss_of_algorithm(build_algorithm(section_of(tree)))
 
 
-def loss_of_algorithm(algorithm: Algorithm) -> float:
-    """The loss of an update on three groups: rewards, lengths, truncation and log-probabilities of all kinds."""
+@functools.cache
+def fixed_batch() -> tuple[TrainingSequences, AlgorithmInputs, np.ndarray]:
+    """Three groups with rewards, lengths, truncation and log-probabilities of all kinds; the last are the current ones."""
     random = np.random.default_rng(7)
     rewards = [0.9, 0.1, 0.4, 0.2, 1.0, 0.0, 0.3, 0.3, 0.8]
     rows = []
@@ -130,7 +114,12 @@ def loss_of_algorithm(algorithm: Algorithm) -> float:
     count = len(sequences.token_ids)
     old, cur, reference = (sequences.gen_logprobs + random.normal(0, 0.3, count).astype(np.float32) for _ in range(3))
     values, final = random.uniform(0, 1, count) * sequences.loss_mask, random.uniform(0, 1, len(rows))
-    inputs = AlgorithmInputs(old=old, reference=reference, values=values, final_values=final)
+    return sequences, AlgorithmInputs(old=old, reference=reference, values=values, final_values=final), cur
+
+
+def loss_of_algorithm(algorithm: Algorithm) -> float:
+    """The loss of an update on the fixed batch."""
+    sequences, inputs, cur = fixed_batch()
     columns, settings = algorithm.compute(sequences, inputs).columns, algorithm.loss
     trained = columns.trained
     owner = torch.from_numpy(np.asarray(sequences.sequence_of_token)[trained].astype(np.int64))
@@ -143,12 +132,12 @@ def loss_of_algorithm(algorithm: Algorithm) -> float:
 
     tokens = LossTokens(
         cur=tensor(cur),
-        old=tensor(old),
+        old=tensor(inputs.old),
         gen=tensor(sequences.gen_logprobs),
         advantages=tensor(columns.advantages),
         policy_weights=tensor(columns.policy_weights),
         scale=scale[number],
-        ref=tensor(reference),
+        ref=tensor(inputs.reference),
         kl_weights=tensor(columns.reference_kl_weights),
         entropy=-tensor(cur),
         entropy_weights=tensor(columns.entropy_weights),
@@ -158,71 +147,32 @@ def loss_of_algorithm(algorithm: Algorithm) -> float:
     return float(token_loss(tokens, settings, MetricSums())[0])
 
 
-def is_fixed(section: type[BaseModel], key: str) -> bool:
-    """A key with one value: any other is refused."""
-    annotation = section.model_fields[key].annotation
-    return typing.get_origin(annotation) is Literal and len(typing.get_args(annotation)) == 1
-
-
-def own_keys(fixed: bool) -> list[tuple[type[TokenLoss], str]]:
-    """Each section's keys, those of `kind: grpo` and those that another section adds or declares anew.
-
-    What a key does over several iterations is shown elsewhere: `adaptive_kl` below, `teacher` and `reference_every` by stages,
-    `critic` by test_ppo.
-    """
-    return [
-        (section, key)
-        for section in SECTIONS
-        for key in section.model_fields
-        if key not in ("kind", "adaptive_kl", "teacher", "target", "reference_every", "critic")
-        and is_fixed(section, key) == fixed
-    ]
-
-
-def named(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else str(value)
-
-
 def basic(section: type[TokenLoss]) -> dict[str, Any]:
     [kind] = typing.get_args(section.model_fields["kind"].annotation)
     return {"kind": kind} | REQUIRED.get(kind, {})
 
 
-@pytest.mark.parametrize(("section", "key"), own_keys(fixed=True), ids=named)
-def test_a_key_with_one_value_refuses_others(section: type[TokenLoss], key: str) -> None:
-    with pytest.raises(ValidationError, match=key):
-        section_of(basic(section) | {key: "another"})
+ELSEWHERE = {"kind", "adaptive_kl", "teacher", "target", "reference_every", "critic"}
+"""Keys that act over several iterations or files; tests of the stages and of PPO show them."""
 
 
-@pytest.mark.parametrize(("section", "key"), own_keys(fixed=False), ids=named)
-def test_a_key_changes_the_loss_or_is_refused(section: type[TokenLoss], key: str) -> None:
+def test_every_key_is_changed_below() -> None:
+    keys = {key for section in SECTIONS for key in section.model_fields if not has_one_value(section, key)}
+    assert keys - ELSEWHERE == CHANGES.keys()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_changes_the_loss_of_every_algorithm_or_is_refused(key: str) -> None:
     beside, change = CHANGES[key]
-    try:
+    changed = []
+    for section in SECTIONS:
+        if key not in section.model_fields or has_one_value(section, key):
+            continue
         before, after = basic(section) | beside, basic(section) | beside | change
-        section_of(after)
-    except ValidationError:
-        return
-    assert loss_of(before) != loss_of(after)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_key_of_the_shaping_changes_the_loss(part: str) -> None:
-    before, after = ({"kind": "dr_grpo", "reward": reward} for reward in PARTS[part])
-    assert loss_of(before) != loss_of(after)
-
-
-def test_a_reward_outside_of_the_source_is_refused_or_clamped() -> None:
-    narrow = {"source": [0.0, 0.5]}
-    with pytest.raises(DataError, match="outside"):
-        loss_of({"kind": "grpo", "reward": {"scaling": narrow}})
-    loss_of({"kind": "grpo", "reward": {"scaling": narrow | {"outside": "clamp"}}})
-
-
-@pytest.mark.parametrize("controller", [{"target": 0.9}, {"horizon": 10.0}], ids=str)
-def test_the_controller_of_the_kl(controller: dict[str, float]) -> None:
-    def after(**keys: float) -> float:
-        given: Any = section_of({"kind": "grpo", "kl_coefficient": 0.1, "adaptive_kl": keys})
-        return next_coefficient(0.1, 1.0, 64, given.adaptive_kl)
-
-    assert after(**controller) != after()
-    assert next_coefficient(0.1, 1.0, 64, None) == 0.1
+        try:
+            section_of(after)
+        except ValidationError:
+            continue
+        assert loss_of(before) != loss_of(after), section.__name__
+        changed.append(section)
+    assert changed

@@ -22,12 +22,14 @@ from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
 from tests.training.tiny import make_model, plain_model
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 PROMPTS, GROUP, ANSWER = 8, 8, 2
 NUMBERS = [10, 11, 20, 21]
 
 
-def _collect(policy: Any, iteration: int) -> list[dict[str, Any]]:
+def parity_rollouts(policy: Any, iteration: int) -> list[dict[str, Any]]:
     """Each task names a number; the two tokens sampled after it should have its parity. Chance level is 0.5."""
     rng = random.Random(iteration)
     torch.manual_seed(iteration)
@@ -75,7 +77,7 @@ def test_the_reward_of_a_parity_task_rises_from_chance_to_mastery(tmp_path: Path
     rewards = []
     for iteration in range(1, 31):
         sampler.load_state_dict(trainer.model.state_dict())
-        report = trainer.step(TrainingSequences.from_records(_collect(sampler, iteration)), iteration)
+        report = trainer.step(TrainingSequences.from_records(parity_rollouts(sampler, iteration)), iteration)
         rewards.append(report.metrics["reward"])
         assert report.metrics["logprob_abs_diff_max"] < 1e-4
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roundhouse.config.algorithms import GRPOConfig
-from roundhouse.training.algorithms import LossSettings
+from roundhouse.training.algorithms import LossSettings, build_algorithm
 from roundhouse.training.loss import (
     LossTokens,
     MetricSums,
@@ -184,6 +184,19 @@ def test_truncation_never_lifts_a_token_that_the_policy_has_unlearnt() -> None:
     settings = LossSettings(mismatch_correction="tis", mismatch_bounds=defaults.bounds)
     weights = correction_weights(torch.log(torch.tensor([0.02, 1.0, 9.0])), torch.zeros(3), settings)
     torch.testing.assert_close(weights, torch.tensor([0.02, 1.0, 2.0]))
+
+
+def test_by_default_sequences_that_differ_by_more_than_rounding_are_corrected() -> None:
+    """One sequence is off by 0.009 nats a token, one by 0.011 with a token that the engine drew far too often."""
+    settings = build_algorithm(GRPOConfig()).loss
+    off = torch.tensor([0.009, -0.009, 0.009, *[-0.001] * 98, -0.1, 0.9, 0.0, math.nan])
+    sequence = torch.tensor([0] * 3 + [1] * 100 + [2] * 2)
+    weights = correction_weights(off, torch.zeros(105), settings, sequence)
+    assert weights is not None
+    assert weights[:3].tolist() == [1.0, 1.0, 1.0]
+    torch.testing.assert_close(weights[3:103], off[3:103].exp().clamp(max=2))
+    assert weights[103:].tolist() == [1.0, 0.0], "a value that is not a number is no agreement"
+    assert build_algorithm(GRPOConfig(mismatch_correction="none")).loss.whole_sequences is False
 
 
 @pytest.mark.parametrize(("tokens", "noise"), [(1_000, 0.05), (8_000, 0.01), (8_000, 0.05)])

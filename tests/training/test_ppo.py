@@ -22,7 +22,7 @@ from roundhouse.training.metrics import METRICS
 from roundhouse.training.service.verbs import Role
 from roundhouse.training.trainer import NonFiniteError, Trainer
 from tests.training import reference
-from tests.training.test_learning import _collect as parity_rollouts
+from tests.training.test_learning import parity_rollouts
 from tests.training.tiny import VOCABULARY, make_model, plain_model, record, records, sequences
 
 BETA = 0.9
@@ -30,7 +30,8 @@ OPTIMIZER = {"learning_rate": 1e-3, "betas": (BETA, 0.95), "warmup_steps": 0, "m
 
 
 def config(algorithm: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
-    section = {"kind": "ppo", "critic": {"optimizer": OPTIMIZER}} | (algorithm or {})
+    plain = {"kind": "ppo", "critic": {"optimizer": OPTIMIZER}, "mismatch_correction": "none"}
+    section = plain | (algorithm or {})
     base = {"optimizer": OPTIMIZER, "minibatches": 1, "threads": 1, "device": "cpu"}
     return TrainConfig.model_validate(base | changes | {"algorithm": section})
 
@@ -268,8 +269,12 @@ def test_however_an_update_is_cut_the_critics_gradient_is_the_same(model_dir: Pa
 
 @pytest.mark.parametrize(
     "change",
-    [{"value_clip": 0.001}, {"optimizer": OPTIMIZER | {"betas": (0.5, 0.6)}}],
-    ids=lambda keys: next(iter(keys)),
+    [
+        {"value_clip": 0.001},
+        {"optimizer": OPTIMIZER | {"betas": (0.5, 0.6)}},
+        {"optimizer": OPTIMIZER | {"learning_rate": 2e-4}},
+    ],
+    ids=["value_clip", "optimizer", "learning_rate"],
 )
 def test_a_key_of_the_critic_changes_what_it_learns(model_dir: Path, change: dict[str, Any]) -> None:
     found = []
@@ -387,7 +392,7 @@ def test_samples_of_another_policy_need_a_correction() -> None:
         return parse_config({"run_id": "r", "train": {"algorithm": {"kind": "ppo", **keys}}} | section).train.algorithm
 
     offline = {"offline": {"datasets": ["d"]}}
-    with pytest.raises(ConfigError, match="mismatch_correction is none"):
+    with pytest.raises(ConfigError, match="mismatch_correction is auto"):
         algorithm(offline)
     assert algorithm(offline, mismatch_correction="tis").critic_section is not None
     assert algorithm({"asynchrony": {"mode": "batch-async", "staleness": 1}}).mismatch_correction == "tis"
@@ -400,6 +405,7 @@ def test_a_truncated_sequence_asks_for_the_value_behind_its_last_token() -> None
     assert asked.predicted[asked.offsets[1:] - 1].all()
 
 
+@pytest.mark.real
 def test_the_critic_comes_to_explain_the_rewards_of_a_parity_task_and_the_policy_to_earn_them(tmp_path: Path) -> None:
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 4}
     settings = TrainConfig.model_validate(

@@ -20,6 +20,8 @@ from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 from tests.training.test_resident_ranks import ranks_of
 from tests.training.tiny import make_model, sequences
 
+pytestmark = pytest.mark.real
+
 MIB = 2**20
 
 

@@ -20,7 +20,7 @@ from roundhouse.training.service.job_entry import RANKS_MEET_BY_FILE, torchrun
 from tests.training.ranks import train
 from tests.training.tiny import make_model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # the first test waits for every case
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
@@ -131,12 +131,30 @@ FOUR |= {
     "replicas and context, adapter": {"service": REPLICAS | {"context_parallel": 2}, "lora": {"rank": 2}},
     "replicas of one rank": {"service": REPLICAS | {"data_parallel_replicate": 4}},
 }
+APART_OF_FOUR = RANKS | {"processes": 4, "expert_parallel": 2}
+MIXTRAL = "one of Mixtral's experts to a rank, reduced in each microbatch, recomputed activations"
+FOUR |= {
+    "experts apart on two of four": {"service": APART_OF_FOUR},
+    "experts apart on two of four, two experts in use": {"service": APART_OF_FOUR},
+    "experts apart on two of four, critic, padded": {"service": APART_OF_FOUR, "algorithm": PPO, "packing": False},
+    "experts apart on two of four and context, adapter": {
+        "service": APART_OF_FOUR | {"context_parallel": 2},
+        "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
+    },
+    MIXTRAL: {
+        "service": APART_OF_FOUR | {"expert_parallel": 4},
+        "reduce_gradients": "microbatch",
+        "activation_checkpointing": True,
+    },
+}
 """On four ranks; what a case does not say is: two to a microbatch, two minibatches."""
 for _changes in FOUR.values():
     _changes.setdefault("service", RANKS | {"processes": 4, "context_parallel": 2})
     _changes.setdefault("minibatches", 2)
     _changes["tokens_per_microbatch"] = 50
 CASES |= FOUR
+APART_OF_TWO = RANKS | {"expert_parallel": 2}
+CASES["experts apart"] = {"tokens_per_microbatch": 50, "minibatches": 2, "service": APART_OF_TWO}
 MODELS: dict[str, dict[str, Any]] = {
     "weights in bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, adapter, experts": {"dtype": torch.bfloat16, "experts": 6},
@@ -147,14 +165,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "tensor, untied": {"tied": False},
     "context of two, experts": {"experts": 6},
     "replicas, experts, reduced in each microbatch": {"experts": 6},
+    **{name: {"experts": 6} for name in CASES if name.startswith("experts apart")},
+    "experts apart on two of four, two experts in use": {"experts": 8, "num_experts_per_tok": 1, "idle": True},
+    MIXTRAL: {"mixtral": True, "experts": 4},
 }
 """Of cases that begin with another model."""
 MODELS["8-bit moments"] = {"hidden_size": 128, "intermediate_size": 64}
 ONE = {"one sequence for two ranks", "context of two, one sequence"}
 """Cases in which a minibatch has one."""
-ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "critic"} | APART
+ALWAYS = {"packed", "sequence means", "reduced in each microbatch", "experts", "critic", MIXTRAL} | APART
+ALWAYS |= {"experts apart", "experts apart on two of four"}
 """That tests without a case read."""
-FIRST = {"packed": "first", "critic": "first, critic"}
+FIRST = {"packed": "first", "critic": "first, critic", "experts apart": "first, experts"}
 """What one process trains of these cases before others continue."""
 SPEED = {"tokens_per_second"}
 
@@ -204,7 +226,6 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 def alone(
     tmp_path_factory: pytest.TempPathFactory,
     models: dict[str, Path],
-    model_dir: Path,
     reference_dir: Path,
     chosen: list[str],
 ) -> tuple[Path, Any]:
@@ -213,7 +234,7 @@ def alone(
     out = tmp_path_factory.mktemp("alone")
     found = {name: train(make_case(name, models[name], reference_dir), out, Ranks()) for name in chosen}
     for kind, name in FIRST.items():
-        train(make_case(kind, model_dir, reference_dir, name=name, batches=[(4, 5, 0)]), out, Ranks())
+        train(make_case(kind, models[kind], reference_dir, name=name, batches=[(4, 5, 0)]), out, Ranks())
     return out, found
 
 
@@ -234,6 +255,8 @@ def together(
         ("second, context", "packed", RANKS | {"processes": 4, "context_parallel": 2}),
         ("second, tensor", "packed", COLUMNS),
         ("second, replicas", "packed", REPLICAS),
+        ("second, experts", "experts apart", APART_OF_TWO),
+        ("second, experts of four", "experts apart", APART_OF_FOUR),
     ]
     for count, kinds in ((2, CASES.keys() - FOUR.keys()), (4, FOUR.keys())):
         cases = [make_case(name, models[name], reference_dir) for name in chosen if name in kinds]
@@ -243,6 +266,11 @@ def together(
                 second = {"name": name, "state": str(first / "trainer"), "batches": [(4, 5, 1)], "first": 2}
                 case = make_case(kind, first, reference_dir, **second)
                 cases.append(case | {"config": case["config"] | {"service": service}})
+        if count == 4:
+            kind, half = "experts apart on two of four", out / "half"
+            cases.append(make_case(kind, models[kind], reference_dir, name="half", batches=[(4, 5, 0)]))
+            rest = {"name": "rest", "state": str(half / "trainer"), "batches": [(4, 5, 1)], "first": 2}
+            cases.append(make_case(kind, half, reference_dir, **rest))
         found |= start_ranks(out, count, cases)
     return out, found
 
@@ -259,7 +287,7 @@ def start_ranks(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
         env=os.environ | RANKS_MEET_BY_FILE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads((out / "found.json").read_text())
@@ -317,21 +345,22 @@ def test_log_probabilities_are_those_of_one_process(
 
 def test_each_rank_holds_its_part_of_the_parameters(together: tuple[Path, Any]) -> None:
     for name, found in together[1].items():
-        over = 4 if name in FOUR or name == "second, context" else 2
+        over = 4 if name in FOUR or name in ("second, context", "second, experts of four", "half", "rest") else 2
         if "tensor" in name or "replicas" in name:  # an embedding is not split by tensor parallelism
             over = 1 if name == "replicas of one rank" else 2
         assert found["local"] * over == found["whole"]
 
 
+@pytest.mark.parametrize("name", ["experts", "experts apart on two of four", MIXTRAL])
 def test_experts_are_published_under_the_names_that_they_were_loaded_from(
-    together: tuple[Path, Any], models: dict[str, Path]
+    name: str, together: tuple[Path, Any], models: dict[str, Path]
 ) -> None:
-    found, source = (load_file(where / "model.safetensors") for where in (together[0] / "experts", models["experts"]))
-    assert found.keys() == source.keys()
-    assert "model.layers.1.mlp.experts.5.up_proj.weight" in found
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, source[name], rtol=0.0, atol=0.05)  # two iterations moved it so far at most
-        assert not torch.equal(tensor, source[name]) or "experts" in name or "norm" in name, name
+    published, source = (load_file(folder / "model.safetensors") for folder in (together[0] / name, models[name]))
+    assert {key: tensor.shape for key, tensor in published.items()} == {key: w.shape for key, w in source.items()}
+    assert sum(".experts.3." in key for key in published) == 2 * 3, "two layers, three matrices"
+    for key, tensor in published.items():
+        torch.testing.assert_close(tensor, source[key], rtol=0.0, atol=0.05)  # two iterations moved it so far at most
+        assert not torch.equal(tensor, source[key]) or "experts" in key or "norm" in key, key
 
 
 def test_gradients_are_added_up_once_an_update(together: tuple[Path, Any]) -> None:
@@ -363,6 +392,17 @@ def test_a_checkpoint_goes_from_one_process_to_several_and_back_as_if_there_had_
         moved = distance(ours / "model.safetensors", theirs / "model.safetensors", model_dir / "model.safetensors")
         assert moved < 1e-4
         assert (ours / "trainer/state.json").read_text() == (theirs / "trainer/state.json").read_text()
+
+
+def test_experts_continue_bit_for_bit_in_their_layout_and_to_rounding_in_another(
+    alone: tuple[Path, Any], together: tuple[Path, Any], models: dict[str, Path]
+) -> None:
+    out, kind = together[0], "experts apart"
+    for file in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"):
+        assert (out / "rest" / file).read_bytes() == (out / f"{kind} on two of four" / file).read_bytes(), file
+    for name in ("second, experts", "second, experts of four"):
+        folders = (out / name, alone[0] / kind, models[kind])
+        assert distance(*(folder / "model.safetensors" for folder in folders)) < 1e-4
 
 
 def test_a_critic_goes_from_one_process_to_two(alone: tuple[Path, Any], together: tuple[Path, Any]) -> None:
@@ -400,7 +440,7 @@ def test_ranks_hold_what_an_adapter_freezes_in_bfloat16_and_save_it_so(
     assert ours["kl_penalty"] == pytest.approx(theirs["kl_penalty"], rel=0.05)
 
 
-@pytest.mark.skipif(not EIGHT_BIT, reason="torchao is not installed")
+@pytest.mark.skipif(not EIGHT_BIT, reason="needs torchao: pip install -e .[torchao]")
 def test_8_bit_moments_of_ranks_are_read_by_one_process_as_they_are_and_stay_near_its_own(
     alone: tuple[Path, Any], together: tuple[Path, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -40,12 +39,15 @@ from roundhouse.training.service.engine import TrainEngine
 from roundhouse.training.service.job_entry import ADDRESS_VARIABLE
 from roundhouse.training.service.verbs import LossBatch, Role, TrainService
 from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, iterate, tensor_digests, weight_files
+from tests import fork_server
 from tests.ports import free_port
 from tests.stages.test_distributed import is_alive
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_ranks import distance
 from tests.training.tiny import sequences
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.05}
 CHANGES = {"device": "cpu", "threads": 1, "optimizer": OPTIMIZER, "tokens_per_microbatch": 100}
@@ -113,7 +115,7 @@ def train_server(secret: Path, *options: str) -> Iterator[tuple[str, int]]:
     secret.write_text("a token\n")
     command = [str(Path(sys.executable).with_name("roundhouse")), "train-server", "--token-file", str(secret)]
     command += ["--threads", "1", "--device", "cpu", "--port", str(port := free_port()), *options]
-    process = subprocess.Popen(command)
+    process = fork_server.start(command)
     try:
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
@@ -203,6 +205,7 @@ def test_a_server_that_cannot_run_is_refused(
     assert re.search(said, str(found.exception))
 
 
+@pytest.mark.smoke("torchrun ranks")
 def test_a_checkpoint_that_is_loaded_again_continues_bit_for_bit(
     together: ResidentRanks, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -415,9 +418,9 @@ class BrokenLauncher(SubprocessLauncher):
     """One whose machines say something that is no error of ours."""
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
-        raise ValueError("the queue is closed")
+        raise ValueError(f"no queue for {program.ranks} ranks and {program.spec.timeout_seconds:g} s")  # type: ignore[attr-defined]
 
 
 def test_what_a_launcher_raises_is_told_by_the_verb_that_waits_for_the_ranks() -> None:
-    with pytest.raises(InfraError, match=r"The ranks' launcher: ValueError.*the queue is closed"):
-        ranks_of(launcher="tests.training.test_resident_ranks:BrokenLauncher")
+    with pytest.raises(InfraError, match=r"The ranks' launcher: ValueError.*no queue for 3 ranks and 77 s"):
+        ranks_of(77, "tests.training.test_resident_ranks:BrokenLauncher", processes=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +20,14 @@ from roundhouse.training.service.verbs import TrainService
 from roundhouse.weight_sync.base import Dtype
 from roundhouse.weight_sync.tensor_files import digest_of, digest_of_tensors, retype, tensor_digests, weight_files
 from roundhouse.weight_sync.transfer import NoSeat, TransferBegun, TransferOffer, WeightHolder, take_seat
+from tests import fork_server
 from tests.training.service.serving import train_server
 from tests.training.service.test_engine import loss_batch
 from tests.training.test_resident_ranks import ALONE, ranks_of, step
 from tests.weight_sync.ends import offer_to
 from tests.weight_sync.test_transfer import MEMBER_THAT_DIES, received
+
+pytestmark = pytest.mark.real
 
 SECONDS = 60.0
 BATCH = loss_batch([0, 1, 2, 3, 4, 5])
@@ -104,7 +106,7 @@ def test_a_replica_that_is_killed_in_the_middle_keeps_no_rank(
     checkpoint = written(together, model_dir, tmp_path / "checkpoint")
     begun = together.begin_transfer(offer_to(["dying"], SECONDS, batch_bytes=10_000), digest_of(checkpoint))
     command = [sys.executable, "-c", MEMBER_THAT_DIES, begun.source.model_dump_json()]
-    assert subprocess.run(command, check=False, timeout=SECONDS).returncode == -signal.SIGKILL
+    assert fork_server.run(command, check=False, timeout=SECONDS).returncode == -signal.SIGKILL
     assert received(take_seat(begun.source, "a", 1)) == begun.digest
     together.end_transfer()
     step(together, BATCH)

@@ -24,10 +24,10 @@ BETA = 0.9
 
 
 def _config(*, minibatches: int = 1, grpo: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
-    """One update and no gradient clipping, unless said otherwise."""
+    """One update, no gradient clipping and no correction of the engine's random log-probabilities, unless set."""
     optimizer = OptimizerConfig(learning_rate=1e-3, betas=(BETA, 0.95), warmup_steps=0, max_grad_norm=1e9)
     return TrainConfig(
-        algorithm=GRPOConfig(**(grpo or {})),
+        algorithm=GRPOConfig(**{"mismatch_correction": "none"} | (grpo or {})),
         **{"optimizer": optimizer, "minibatches": minibatches, "threads": 1, "device": "cpu"} | changes,
     )  # fmt: skip
 

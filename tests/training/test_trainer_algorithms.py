@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from roundhouse.config.algorithms import AlgorithmConfig
+from roundhouse.config.algorithms import AlgorithmConfig, PolicyGradient
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithms import AlgorithmInputs, build_algorithm
@@ -50,11 +50,15 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _near(model: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Engine log-probabilities off the model's, token by token and sequence by sequence, so that corrections drop some."""
+    """Engine log-probabilities off the model's, token by token and sequence by sequence, so that corrections drop some.
+
+    Those of one sequence are near enough to need no correction.
+    """
     for s, row in enumerate(rows):
+        far = 0.01 if s == 5 else 1.0
         for place, (position, value) in enumerate(reference.log_probs(model, row)[0].items()):
-            row["gen_logprobs"][position] = (
-                float(value.detach()) + 0.6 * (place * 37 % 11 / 11 - 0.5) + 0.1 * (s % 5 - 2)
+            row["gen_logprobs"][position] = float(value.detach()) + far * (
+                0.6 * (place * 37 % 11 / 11 - 0.5) + 0.1 * (s % 5 - 2)
             )
     return rows
 
@@ -70,6 +74,8 @@ def _plain_gradient(
     model, batch = plain_model(directory), TrainingSequences.from_records(rows)
     config = TypeAdapter(AlgorithmConfig).validate_python(algorithm)
     columns = build_algorithm(config).compute(batch, inputs).columns
+    if isinstance(config, PolicyGradient):
+        policy = {"correction": config.mismatch_correction, "bounds": config.bounds} | policy
     terms, rollouts = [], []
     for s, row in enumerate(rows):
         first = int(batch.offsets[s])
@@ -127,7 +133,11 @@ def test_the_gradient_of_a_step_equals_plain_loops(
     assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert _relative(_gradient(trainer), expected) < 2e-6
     assert report.metrics.keys() <= METRICS.keys()
-    assert 0 < report.metrics.get("correction_dropped", 0.5) < 1, "the correction drops some and keeps some"
+    drops = {"mismatch_correction", "max_sequence_error"} & algorithm.keys()
+    dropped = report.metrics.get("correction_dropped", 0)
+    assert 0 < dropped < 1 if drops else dropped == 0, "the correction drops some and keeps some"
+    corrected = report.metrics.get("num_corrected_seqs")
+    assert corrected is None or 0 < corrected < report.metrics["num_valid_samples"], "one sequence needs none"
 
 
 @pytest.mark.parametrize(

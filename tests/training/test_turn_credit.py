@@ -50,6 +50,37 @@ def test_without_a_discount_each_turn_answers_for_its_own_reward() -> None:
     np.testing.assert_allclose(by_turn(rows), [[0.5] * 3, [-0.5] * 3])
 
 
+@pytest.mark.parametrize(("later", "expected"), [(2.0, [[0.5, -1.0], [-0.5, 1.0]]), (1.0, [[0.5, -0.5], [-0.5, 0.5]])])
+def test_a_turn_that_begins_a_sequence_anew_answers_as_in_one_sequence(
+    later: float, expected: list[list[float]]
+) -> None:
+    """Two rollouts with one reward a turn, a: 1 then 0, b: 0 then 1 or 2; in one sequence each, or in two."""
+    rewards = {"a": [1.0, 0.0], "b": [0.0, later]}
+    whole = [
+        {**one_turn(name, parts), "token_ids": [0, 1, 2, 3], "loss_mask": [0, 1, 0, 1], "gen_logprobs": [0.0, -1.0] * 2}
+        | {"turn_rewards": [{"end": 2, "reward": parts[0]}, {"end": 4, "reward": parts[1]}]}
+        for name, parts in rewards.items()
+    ]
+    split = [
+        {**one_turn(name, parts), "sequence_id": f"{name}/{turn}", "turn_rewards": [{"end": 2, "reward": parts[turn]}]}
+        for name, parts in rewards.items()
+        for turn in (0, 1)
+    ]
+    algorithm = build_algorithm(GRPOConfig(normalize_by_std=False, turn_discount=0.0))
+    for rows in (whole, split):
+        sequences = TrainingSequences.from_records(rows)
+        result = algorithm.compute(sequences)
+        np.testing.assert_allclose(result.columns.advantages[sequences.loss_mask].reshape(2, 2), expected)
+
+
+def one_turn(name: str, rewards: list[float]) -> dict[str, Any]:
+    """Return a sequence of one trained token, of a rollout with these rewards."""
+    return {
+        "sequence_id": name, "rollout_id": name, "group_id": "g", "token_ids": [0, 1], "loss_mask": [0, 1],
+        "gen_logprobs": [0.0, -1.0], "policy_version": 0, "reward": sum(rewards),
+    }  # fmt: skip
+
+
 def test_later_rewards_count_with_the_discount_once_for_each_reward_between() -> None:
     rows = [sequence("a", [0.0, 1.0, 4.0]), sequence("b", [0.0, 0.0, 0.0])]
     expected = np.array([0 + 0.5 * (1 + 0.5 * 4), 1 + 0.5 * 4, 4]) / 2

@@ -35,9 +35,11 @@ class FakeDemonstrator:
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self._environment = load_any(config.environment)
         self._codec = ChatCodec(str(directory), 2048)
-        self._shown = {}
+        self.shown_by_prompt = {}
         for shown in self._environment.demonstrations("train", 4000, 0.5, 5):
-            self._shown.setdefault(shown[0]["content"], []).append([m for m in shown if m["role"] == "assistant"])
+            self.shown_by_prompt.setdefault(shown[0]["content"], []).append(
+                [m for m in shown if m["role"] == "assistant"]
+            )
 
     async def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], sampling: Sampling, seed: int
@@ -47,7 +49,7 @@ class FakeDemonstrator:
         turn = sum(message["role"] == "assistant" for message in messages)
         rng = random.Random(seed)
         asked = next(message["content"] for message in messages if message["role"] == "user")
-        replies = self._shown.get(asked, [[{"content": f"I <think>hm</think> do not know {asked}"}]])
+        replies = self.shown_by_prompt.get(asked, [[{"content": f"I <think>hm</think> do not know {asked}"}]])
         said = replies[seed % len(replies)]
         ids = self._codec.encode(_text(said[min(turn, len(said) - 1)]))[: sampling.max_new_tokens - 1]
         ids.append(self._codec.end_of_turn_id)
@@ -110,7 +112,7 @@ def collected(kind: str) -> Batch:
 
     async def play() -> list[Rollout]:
         environment = open_environment(config.environment)
-        asked = [row for row in environment.tasks("train") if _prompt(row) in policy._shown]
+        asked = [row for row in environment.tasks("train") if _prompt(row) in policy.shown_by_prompt]
         rows = (asked or list(environment.tasks("train")))[:GROUPS]
         specs = plan_rollouts(rows, SIZE, seed=1, iteration=1)
         async with environment:

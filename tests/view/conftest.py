@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from roundhouse.replay.comparison import Comparison, StageComparison
+from roundhouse.replays.comparison import Comparison, StageComparison
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
-from tests.query.stores import HOSTILE, begin_stage, write_dataset, write_run
+from tests.sql.stores import HOSTILE, begin_stage, write_dataset, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -89,7 +89,7 @@ def url(store: str) -> Iterator[str]:
 @pytest.fixture(scope="package")  # it holds an event loop, in which nothing else of this process can run one
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("there is no chromium on this machine")
+        pytest.skip("needs chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)

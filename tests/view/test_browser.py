@@ -1,15 +1,20 @@
 """What a person sees and does in the viewer, in a real browser. That nothing a rollout says runs is checked after each test."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roundhouse.health.errors import ErrorReporter
+from roundhouse.health.heartbeat import Heartbeat
 from roundhouse.view.catalog import Scope
 from roundhouse.view.server import export_page
-from tests.query.stores import HOSTILE, write_run
+from tests.sql.stores import HOSTILE, write_run
 from tests.view.conftest import SLOWER, viewing
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
@@ -55,6 +60,7 @@ def wait_for_rows(page: Any, count: int) -> None:
     page.locator(".rows .row[data-rollout]").nth(count).wait_for(state="detached")
 
 
+@pytest.mark.smoke("browser")
 def test_the_newest_run_is_shown_with_its_rollouts(page: Any, url: str) -> None:
     open_page(page, url, "run=a&iteration=2")
     page.wait_for_selector(".rows .row[data-rollout]")
@@ -199,9 +205,12 @@ def test_what_the_run_cost_is_said_over_its_iterations(browser: Any, tmp_path: P
         shown = context.new_page()
         open_page(shown, url, "run=r&iteration=2")
         shown.wait_for_selector(".timeline .cost:has-text('GPU')")
-        assert shown.inner_text(".timeline .cost") == "60 min · GPU 3 h · 2K tokens, 10 % not learnt from · 1.25 EUR"
+        assert (
+            shown.inner_text(".timeline .cost")
+            == "iterations: 60 min · GPU 3 h · 2K tokens, 10 % not learnt from · 1.25 EUR"
+        )
         shown.hover(".timeline svg circle >> nth=0")
-        shown.wait_for_selector(".charttip:has-text('so far 30 min')")
+        shown.wait_for_selector(".charttip:has-text('iterations: 30 min')")
         context.close()
 
 
@@ -239,6 +248,65 @@ def test_every_text_stands_out_from_what_lies_behind_it_as_aa_asks(page: Any, ur
         assert len(measured) > 10
         faint += [(theme, name, ratio) for name, ratio in measured if ratio < 4.5]
     assert faint == []
+
+
+def test_a_masked_sample_does_not_count_in_the_mean_of_its_group(page: Any, url: str) -> None:
+    """Of its four rewards, 1 1 0 0, the first is masked."""
+    open_page(page, url, "run=a&iteration=2&rollout=sum/1/0&at=2&tab=group")
+    page.wait_for_selector(".groupnote:has-text('4 samples, mean reward 0.333')")
+
+
+def test_a_stopped_run_opens_on_its_newest_rollouts_and_says_where_it_stopped(browser: Any, tmp_path: Path) -> None:
+    run = write_run(str(tmp_path), "r", iterations=2)
+    run.begin(run.stage(3, "refit"), policy_version=2).commit()
+    (tmp_path / "runs/r/iterations/000003/collect").mkdir()
+    with suppress(KeyboardInterrupt), Heartbeat(run.location, ErrorReporter(), 60.0):
+        raise KeyboardInterrupt
+    with viewing(str(tmp_path)) as url:
+        context = browser.new_context(viewport={"width": 1440, "height": 850})
+        shown = context.new_page()
+        open_page(shown, url, "run=r")
+        wait_for_rows(shown, 12)
+        assert "iteration=2" in shown.url
+        assert shown.inner_text(".notices").endswith("ago in collect of iteration 3")
+        assert shown.inner_text(".notices").startswith("stopped ")
+        context.close()
+
+
+def test_the_line_ends_where_its_box_ends_at_every_width(browser: Any, tmp_path: Path) -> None:
+    run = write_run(str(tmp_path), "r", iterations=2, tasks=1)
+    totals = {
+        "wall_hours": 5.0,
+        "cpu_hours": 3.0,
+        "gpu_hours": 3.0,
+        "generated_tokens": 2000.0,
+        "waste/failed_tokens": 150.0,
+    }
+    run.begin(run.stage(2, "report"), policy_version=2).commit(details={"totals": totals})
+    right_ends = """() => [".chart", ".chart svg", ".chart circle.now"].map((one) =>
+        document.querySelector(one).getBoundingClientRect().right)"""
+    fits = "() => document.querySelector('.chart svg').clientWidth === document.querySelector('.chart').clientWidth"
+    with viewing(str(tmp_path)) as url:
+        context = browser.new_context(viewport={"width": 1440, "height": 850})
+        shown = context.new_page()
+        open_page(shown, url, "run=r&iteration=2")
+        shown.wait_for_selector(".timeline .cost:has-text('GPU')")
+        for width in (1440, 1000, 1440):
+            shown.set_viewport_size({"width": width, "height": 850})
+            until(lambda: shown.evaluate(fits), "a line that is drawn again")
+            box, line, point = shown.evaluate(right_ends)
+            assert point <= line <= box + 0.5, width
+        context.close()
+
+
+def test_compare_fits_a_telephone_with_whole_menus_and_names(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    open_page(page, url, "run=a&iteration=1&view=compare&b_run=a&b_iteration=2&b_stage=collect")
+    page.locator(".task").first.wait_for()
+    right = "all => Math.max(...all.map((one) => one.getBoundingClientRect().right))"
+    assert page.eval_on_selector_all(".picker select", right) <= 390
+    cut = "all => all.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
+    assert page.eval_on_selector_all(".task .name", cut) == []
 
 
 @pytest.mark.parametrize("width", [390, 800])

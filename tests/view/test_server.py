@@ -1,19 +1,22 @@
 """What the viewer answers over HTTP, to whom, and what it refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import duckdb
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from roundhouse.compat.nemo_gym.exchange.json_lines import ROLLOUT, TASK, CollectionFiles, write_rows
 from roundhouse.compat.nemo_gym.exchange.reading import import_rollouts
 from roundhouse.store.location import Location
 from roundhouse.view.catalog import Catalog, Filters, Scope, ViewError, spellings
-from roundhouse.view.detail import Decoder, chains_of
+from roundhouse.view.detail import Decoder, Details, chains_of
 from roundhouse.view.index import Indexes
 from roundhouse.view.server import Answers
-from tests.query.stores import HOSTILE, begin_stage, write_run
+from tests.sql.stores import HOSTILE, begin_stage, write_run
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_the_viewer_reads_a_bucket_as_it_reads_a_disk(store_uri: str) -> None:
     } == {len(stream["ids"])}
 
 
-def test_a_stage_that_is_being_written_is_shown_and_followed(tmp_path) -> None:
+def test_a_stage_that_is_being_written_is_shown_and_followed(tmp_path, monkeypatch) -> None:
     store = str(tmp_path / "store")
     run = write_run(store, "a", iterations=1)
     begin_stage(run, 2, attempts=1)
@@ -104,7 +107,7 @@ def test_a_stage_that_is_being_written_is_shown_and_followed(tmp_path) -> None:
     scope = Scope("a", 2, "collect")
     assert indexes.at(scope).count == 1
     begin_stage(run, 2, attempts=3)
-    catalog._listed.clear()  # the time between two looks is over
+    monkeypatch.setattr("roundhouse.view.catalog.FRESH_SECONDS", 0.0)  # the time between two looks is over
     assert indexes.at(scope).count == 3
 
 
@@ -164,11 +167,17 @@ def test_branches_are_chains_of_their_own() -> None:
     assert [[turn["turn"] for turn in chain] for chain in chains_of(loop)] == [[0, 1, 2]]
 
 
+def test_a_tokenizer_that_cannot_be_read_leaves_the_tokens_as_ids(caplog: pytest.LogCaptureFixture) -> None:
+    catalog: Any = SimpleNamespace(tokenizer_file=lambda run_id: b'{"model": 3}')
+    assert Details(catalog, Indexes(catalog)).decoder("mine") is None
+    assert "The tokenizer of run mine cannot be read" in caplog.text
+
+
 def test_tokens_read_as_the_text_they_make(store: str) -> None:
     file = Catalog(store).tokenizer_file("a")
     assert file is not None
     decoder = Decoder(file)
-    ids = decoder._tokenizer.encode("The answer is 7. \n x", add_special_tokens=False).ids
+    ids = Tokenizer.from_buffer(file).encode("The answer is 7. \n x", add_special_tokens=False).ids
     assert "".join(decoder.texts(ids)) == "The answer is 7. \n x"
     assert decoder.texts([10**9]) == ["<1000000000?>"]
 

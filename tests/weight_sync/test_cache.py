@@ -28,6 +28,7 @@ def size(count: int):
     return lambda partial: (partial / "file").write_bytes(b"x" * count) and None
 
 
+@pytest.mark.real
 def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     makers = [spawn.Process(target=slowly, args=(str(tmp_path), 0.3)) for _ in range(4)]
@@ -39,6 +40,7 @@ def test_of_several_processes_one_makes_an_entry_and_the_others_take_it(tmp_path
     assert len(list((tmp_path / "k").iterdir())) == 1
 
 
+@pytest.mark.real
 def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path) -> None:
     maker = multiprocessing.get_context("spawn").Process(target=slowly, args=(str(tmp_path), 60))
     maker.start()
@@ -52,6 +54,7 @@ def test_what_a_killed_process_left_is_made_anew_and_cleared_away(tmp_path: Path
     assert list(tmp_path.glob(".k.partial-*")) == []
 
 
+@pytest.mark.real
 def test_room_that_dead_processes_took_is_free_before_another_entry_is_made(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     lives = (("dead", 60), ("alive", 4))

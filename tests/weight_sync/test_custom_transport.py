@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.generation import CustomWeightSync
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.section import Section
 from roundhouse.errors import ConfigError, StoreError
@@ -92,6 +93,7 @@ def by_directory(tmp_path: Path, **generation: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.real
 def test_a_transport_from_outside_refits_a_real_engine_with_the_proof_of_the_others(tmp_path: Path) -> None:
     with engine_process(fresh=True, PYTHONPATH=":".join(path for path in sys.path if path)) as url:
         run: Run = open_run(parse_config(by_directory(tmp_path, engine_url=url)))
@@ -159,7 +161,8 @@ def test_reading_a_configuration_executes_none_of_it_and_a_stores_needs_trust(tm
     tree = by_directory(tmp_path)
     tree["generation"]["weight_sync"]["target"] = "no_such_module:Transport"
     config = parse_config(tree)
-    assert unnamed_code(config, []) == {"generation.weight_sync.target": "no_such_module:Transport"}
+    named = {"generation.weight_sync.target": "no_such_module:Transport", "infra.state": tree["infra"]["state"]}
+    assert unnamed_code(config, []) == named
 
 
 def test_an_engine_takes_weight_transports_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from roundhouse.training.parallel import Ranks
 from roundhouse.training.saved_tensors import SavedTensor, save_tensors, saved_tensors
 from roundhouse.weight_sync import tensor_files
 from roundhouse.weight_sync.tensor_files import (
+    TensorFile,
     TensorWriter,
     digest_of,
     digest_of_tensors,
@@ -140,6 +142,34 @@ def test_an_index_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(DataError, match=r"index\.json has no readable weight_map"):
         weight_files(directory)
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": 3}}', '{"weight_map": {"a": null, "b": "c"}}', "[" * 100_000])
+def test_an_index_without_names_of_files_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(DataError, match=r"index\.json has no readable weight_map"):
+        weight_files(tmp_path)
+
+
+HEADERS = {
+    "no dtype": '{"a": {"shape": [1], "data_offsets": [0, 4]}}',
+    "no shape": '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}',
+    "no offsets": '{"a": {"dtype": "F32", "shape": [1]}}',
+    "a number as dtype": '{"a": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}',
+    "a negative shape": '{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+    "a text as offset": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}}',
+    "backward offsets": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}',
+    "three offsets": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
+    "no object": '{"a": [1]}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_of_another_form_is_no_safetensors_file(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4))
+    with pytest.raises(DataError, match=r"model\.safetensors is no safetensors file"):
+        list(TensorFile(tmp_path / "model.safetensors").tensors())
 
 
 def test_an_optimizers_state_has_the_digests_of_its_files_and_none_of_its_tensors(tmp_path: Path) -> None:

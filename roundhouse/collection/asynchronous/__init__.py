@@ -1,4 +1,5 @@
-"""What collection while training runs (`asynchrony.staleness` above 0) adds: its plan, the controller's journal, the two loops.
+"""Collection during training (`asynchrony.staleness` above 0): its plan, the controller's journal, the two loops.
 
-Removable: a synchronous run imports nothing of it, nor `roundhouse.stages.prefetch` and `flows.generation`, which use it.
+Removable: a synchronous run imports neither this package nor its users `roundhouse.stages.prefetch` and
+`roundhouse_flows.generation`.
 """

@@ -1,19 +1,17 @@
 """The controller's events and state in the store.
 
-    events-00000001.jsonl events-00000002.jsonl …   what happened, a segment each time it is written down
-    state-00000002.json                              the state after segment 2, so that a start need not replay everything
+    events-00000001.jsonl events-00000002.jsonl …   events, one segment per write
+    state-00000002.json                              state after segment 2, so that a start need not replay everything
 
-Invariants: a segment is created once and never changed, so of two controllers of one run that both write, one wins and the
-other learns of it; a state is a shorter way to what the segments say; what was appended before a crash is there after it.
+Invariants: a segment is created once and never changed, so if two controllers of a run write, one wins and the other
+gets an error. A state equals the replay of its segments. Appended events survive a crash. A segment is deleted some
+time after two newer states exist, so long runs have no more segments than short ones; a deleted segment is never
+written again.
 
-Segments go some time after two states have taken their place, so that a long run has no more of them than a short one. What
-has gone is not written again: there is a state of a later number.
-
-A run that begins or resumes gets its controller from the store (`resume`): from its journal, and from what the store holds that
-the journal does not say. Whatever was killed when, it agrees with the store: its version is the newest checkpoint's, a rollout
-counts as finished exactly when it is on disk with its turns (in a committed collect stage also as failed), and nothing runs.
-With a window the rollouts lie in generate stages, each committed when steps were decided on for all of its groups: the journal
-says so before, and nothing of it is open any more.
+`resume` restores a run's controller from the journal and corrects it by the store: its version is that of the newest
+checkpoint, a rollout counts as finished exactly if it is stored with its turns (in a committed collect stage also as
+failed), and nothing is running. With a window, rollouts are in generate stages; each is committed after steps were
+chosen for all its groups, and the journal records that before.
 """
 
 from __future__ import annotations
@@ -50,28 +48,28 @@ class ControllerJournal:
         self.place = place
         self._written = max([*self._numbers(_SEGMENT), *self._numbers(_STATE)], default=0)
         self._begun: bytes | None = None
-        """The next segment, where an error left open whether it was created."""
+        """Content of the next segment after an error that left its creation unknown."""
 
     @property
     def segments(self) -> int:
-        """How many were written, those that are gone included."""
+        """Number of written segments, including deleted ones."""
         return self._written
 
     def append(self, events: Sequence[Event]) -> None:
-        """Write down what happened, in order, before anything is done about it. After an error, append the same events next.
+        """Write events in order, before anything acts on them. After an error, append the same events next.
 
         Raises:
-            StoreError: another controller of this run has written since; this one must stop.
+            StoreError: another controller of this run has written in the meantime; this one must stop.
         """
         if not events:
             return
         data = "".join(f"{event_to_json(event)}\n" for event in events).encode()
-        number, begun = self._written + 1, self._begun
+        number, pending = self._written + 1, self._begun
         self._begun = data
         try:
             self.place.create(_segment(number), data)
         except AlreadyExists:
-            if data != begun or data != self.place.read(_segment(number)):
+            if data != pending or data != self.place.read(_segment(number)):
                 self._begun = None
                 raise self._other_controller(number) from None
         if any(state >= number for state in self._numbers(_STATE)):  # it was there, and is gone
@@ -92,16 +90,16 @@ class ControllerJournal:
                 self.place.delete(_segment(number))
 
     def load(self, terms: StalenessBound, replicas: Iterable[str]) -> Controller:
-        """The controller after everything that was written down.
+        """Return the controller after all written events.
 
         Raises:
-            DataError: segments are missing or damaged, or the terms are narrower than those that the run began with.
+            DataError: segments are missing or damaged, or the terms are narrower than the run's first ones.
         """
         for number in sorted(self._numbers(_STATE), reverse=True):
             try:
                 state = state_from_json(self.place.read(_state(number)))
             except DataError:
-                continue  # the segments say the same
+                continue  # the segments hold the same
             controller = restore(terms, state)
             break
         else:
@@ -117,7 +115,7 @@ class ControllerJournal:
         return controller
 
     def events(self) -> Iterator[Event]:
-        """What happened, as far back as there are segments."""
+        """Return the events of all remaining segments."""
         return self._events(sorted(self._numbers(_SEGMENT)))
 
     def _events(self, numbers: Iterable[int]) -> Iterator[Event]:
@@ -150,7 +148,7 @@ class _Part(BaseModel):
 class GroupState(_Part):
     position: int
     versions: list[tuple[int, int]]
-    """(sample, oldest version) of what finished."""
+    """(sample, oldest version) of finished rollouts."""
     failed: list[int]
 
 
@@ -175,7 +173,7 @@ class ControllerState(_Part):
     group_size: int
     rounds_an_iteration: int = 1
     start_lag: int
-    """How early what is in here may have begun."""
+    """Start lag under which these rollouts may have begun."""
     version: int
     batch: list[int] | None
     in_training: bool
@@ -231,10 +229,10 @@ def snapshot(controller: Controller) -> ControllerState:
 
 
 def restore(terms: StalenessBound, state: ControllerState) -> Controller:
-    """A controller in this state; the terms may have become wider, not narrower.
+    """Restore a controller in this state. The terms may be wider than before, not narrower.
 
     Raises:
-        DataError: the terms are of another plan, or their bound could be broken by what has begun.
+        DataError: the terms belong to another plan, or started rollouts could break their bound.
     """
     if (terms.groups, terms.group_size) != (state.groups_an_iteration, state.group_size):
         raise DataError(
@@ -288,7 +286,7 @@ def state_from_json(text: str | bytes) -> ControllerState:
 
 
 PLACE = "asynchrony"
-"""Of the journal, in the run."""
+"""Path of the journal in the run."""
 
 
 def resume(run: Run, plan: Plan) -> Dispatch:
@@ -323,7 +321,7 @@ def resume(run: Run, plan: Plan) -> Dispatch:
             f"{run.location.uri}/{PLACE} does not go with the checkpoints: {error} Where the journal is lost, fork the run: "
             f"--set resume.path={run.checkpoint(newest).location.uri} --set run_id=<name>."
         ) from error
-    # What the controller has on record and the store lacks is rolled out again; in an open stage also what had failed
+    # Roll out again whatever the controller has on record but the store lacks; in an open stage also failed rollouts
     for iteration in _open_iterations(controller, controller.version):
         stage = generated_in(run, iteration)
         if stage.reference() is not None:
@@ -337,7 +335,7 @@ def resume(run: Run, plan: Plan) -> Dispatch:
 
 
 def catch_up(run: Run, dispatch: Dispatch, version: int) -> None:
-    """Tell of iterations up to `version` that were skipped, which the controller did not hear of."""
+    """Add events for skipped iterations up to `version` that the controller missed."""
     with dispatch:
         _skip_what_was_skipped(run, dispatch, version)
 
@@ -351,20 +349,20 @@ def _skip_what_was_skipped(run: Run, dispatch: Dispatch, version: int) -> None:
 
 
 def unfinished_iterations(run: Run, controller: Controller) -> list[int]:
-    """Those of which rollouts have begun, and whose stage is not complete; oldest first."""
+    """Return iterations with started rollouts and an incomplete stage, oldest first."""
     terms, pool = controller.terms, controller.pool
-    begun = {terms.iteration_of(position) for position in pool.groups}
+    iterations = {terms.iteration_of(position) for position in pool.groups}
     if terms.chooses:  # a stage can end after the step that took the last of its groups
-        begun |= {terms.iteration_of(position) for position in pool.trained_ahead}
+        iterations |= {terms.iteration_of(position) for position in pool.trained_ahead}
         iteration = terms.iteration_of(pool.head) - 1
         while iteration > run.first_version and generated_in(run, iteration).reference() is None:
-            begun.add(iteration)
+            iterations.add(iteration)
             iteration -= 1
-    return [iteration for iteration in sorted(begun) if generated_in(run, iteration).reference() is None]
+    return [iteration for iteration in sorted(iterations) if generated_in(run, iteration).reference() is None]
 
 
 def _open_iterations(controller: Controller, version: int) -> range:
-    """Those that may have rollouts and have not been trained."""
+    """Return untrained iterations that may have rollouts."""
     terms = controller.terms
     first = terms.iteration_of(controller.pool.head) - 1 if terms.chooses else version
     last = version + 1 + terms.start_lag

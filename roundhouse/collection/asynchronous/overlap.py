@@ -1,11 +1,11 @@
-"""The two loops of an overlapped run, and what they pass to each other.
+"""The two loops of an overlapped run and their exchange.
 
     generation loop    orders() ──> BeginCollect(k)      Transfer(v): bring the engine to v      … until the plan ends
     training loop      collected(k) ──> training(k): validate, train, checkpoint ──> validating(k): evaluate
 
-Invariants: what step k trains on is decided by the controller before the step begins, is there then, and is never trained on
-twice; an error of the generation loop is raised where the other loop waits for it, that of a collect stage only for its own
-iteration; no loop waits for one that has ended. Both can be started again from the store alone.
+Invariants: the controller chooses a step's rollouts before the step begins; they are then complete and never trained on
+twice. An error of the generation loop is raised in the waiting training loop; an error of a collect stage only for its
+iteration. No loop waits for an ended one. Both loops can be restarted from the store alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roundhouse.collection.in_process_runner import runner_of
 from roundhouse.collection.runner import ENGINE, LOOK_SECONDS
 from roundhouse.config.operations import stall_seconds
 from roundhouse.environments.base import TaskRow
-from roundhouse.errors import DataError, InfraError, TooFewRollouts
+from roundhouse.errors import DataError, InfraError, TooFewLeft
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, StageKind
 from roundhouse.trajectories.records import Rollout
@@ -39,7 +39,7 @@ class BeginCollect:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What a step trains on."""
+    """The rollouts that a step trains on."""
 
     groups: tuple[int, ...]
     at_hand: Mapping[int, list[Rollout]]
@@ -61,10 +61,10 @@ class Overlap:
         self.plan = Plan(run, tasks)
         self.dispatch = resume(run, self.plan)
         self.number = self.dispatch.segments
-        """Of this life among all of the run's; each writes to the journal when it begins."""
+        """Number of this process among the run's processes; each writes to the journal when it starts."""
         self.runner = runner_of(run.config, self.plan, self.dispatch, engine_url)
         self.error: BaseException | None = None
-        """What ended the generation loop."""
+        """Exception that ended the generation loop."""
         self.ended = False
         self.given_up = False
         """A collect stage's error has been raised: both loops are to be begun again."""
@@ -78,16 +78,17 @@ class Overlap:
 
     @property
     def finished(self) -> bool:
-        """Whether the plan's last version is in the store."""
+        """Return whether the plan's last version is stored."""
         return self.dispatch.controller.finished
 
     # The generation loop
 
     def orders(self) -> Iterator[BeginCollect | Transfer | None]:
-        """What to do next, None now and then to look after what was begun; ends with the plan, or when the loop is stopped.
+        """Yield the next order, or None from time to time to check started work. Ends with the plan or when the loop is
+        stopped.
 
         Raises:
-            Exception: what has ended the rollouts.
+            Exception: the error that ended the rollouts.
         """
         self.runner.start()
         opened: set[int] = set()
@@ -104,8 +105,8 @@ class Overlap:
                 order: BeginCollect | Transfer | None = transfer
                 if transfer is not None:
                     self.dispatch.tell(happened.TransferStarted(ENGINE, transfer.version))
-                elif (wanted := self.runner.wanted) is not None and wanted not in opened:
-                    order = BeginCollect(wanted)
+                elif (next_iteration := self.runner.wanted) is not None and next_iteration not in opened:
+                    order = BeginCollect(next_iteration)
                 if order is None:
                     dispatch.wait(LOOK_SECONDS)
             if isinstance(order, BeginCollect):
@@ -117,13 +118,13 @@ class Overlap:
         self.dispatch.tell(happened.TransferFinished(ENGINE, version))
 
     def failed(self, iteration: int, error: BaseException) -> None:
-        """The collect stage of an iteration has failed. What becomes of that is decided when it is to be trained on."""
+        """Record that an iteration's collect stage failed. The step that needs it decides about the failure."""
         self._failed[iteration] = error
         self.dispatch.wake()
 
     @property
     def failure(self) -> BaseException | None:
-        """Of the first collect stage that failed."""
+        """Return the error of the first failed collect stage."""
         return self._failed[min(self._failed)] if self._failed else None
 
     def end(self, error: BaseException | None) -> None:
@@ -145,15 +146,15 @@ class Overlap:
 
     @property
     def chooses(self) -> bool:
-        """Whether a step trains on what the controller chooses, not on its iteration's own groups."""
+        """Return whether the controller chooses a step's groups from several iterations."""
         return self.dispatch.controller.terms.chooses
 
     def collected(self, k: int) -> Reference | None:
-        """Wait for the rollouts that iteration k trains on: its collect stage. None where there is none yet because the
-        controller chooses the groups: it can do so now.
+        """Wait for the collect stage that iteration k trains on. Return None if the controller chooses the groups and
+        can do so now.
 
         Raises:
-            Exception: what this stage has failed with, or what has ended the generation loop.
+            Exception: the error of this stage, or the one that ended the generation loop.
         """
         catch_up(self.run, self.dispatch, k - 1)
         controller = self.dispatch.controller
@@ -164,8 +165,8 @@ class Overlap:
         stage, patience = self.run.stage(k, StageKind.COLLECT), stall_seconds(self.run.config)
         quiet_since = time.monotonic()
         while True:
-            if (done := stage.reference()) is not None:
-                return done
+            if (reference := stage.reference()) is not None:
+                return reference
             with self.dispatch as dispatch:
                 if (failure := self.failure if self.chooses else self._failed.get(k)) is not None:
                     raise self._gives_up(failure)
@@ -183,13 +184,14 @@ class Overlap:
 
     @contextmanager
     def training(self, k: int) -> Iterator[StepBatch]:
-        """The block makes version k from exactly the groups that the controller decided on.
+        """Make version k in the block from exactly the groups that the controller chose.
 
         Raises:
-            DataError: it decided on others than the iteration's own, and does not choose.
-            TooFewRollouts: of those that it chose more failed than `rollout.max_failed_fraction`; they are rolled out again.
+            DataError: it chose groups of other iterations without a window.
+            TooFewRollouts, FailingRollouts: more of the chosen rollouts failed than `rollout.max_failed_fraction`; they
+                are rolled out again.
         """
-        if self.dispatch.controller.version >= k:  # it was made before, and what follows it was not
+        if self.dispatch.controller.version >= k:  # the version exists, but its following work is missing
             yield StepBatch((), {})
             return
         with self.dispatch as dispatch:
@@ -205,7 +207,7 @@ class Overlap:
             if self.chooses and controller.batch is None:
                 try:
                     refuse_many_failures(self.runner.outlines(train.groups), self.run.config.rollout, self.runner.url)
-                except TooFewRollouts as failure:
+                except TooFewLeft as failure:
                     raise self._gives_up(failure) from None
             dispatch.tell(happened.TrainingStarted(k, batch.groups))
         try:
@@ -218,24 +220,24 @@ class Overlap:
         self.dispatch.record(keep_state=True)
 
     def _gives_up(self, failure: BaseException) -> BaseException:
-        """Both loops are to be begun again, and what failed with them."""
+        """Restart both loops with their failures."""
         self.given_up = True
         self.stop()
         return failure
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
-        """The block evaluates a version; no other weights come while it does.
+        """Evaluate a version in the block, during which the weights do not change.
 
         Raises:
-            Exception: what has ended the generation loop.
+            Exception: the error that ended the generation loop.
         """
         with self.dispatch as dispatch:
             controller = dispatch.controller
             if controller.terms.due(controller.evaluated, version) != version or controller.finished:
-                held = False
+                is_current = False
             else:
-                held = True
+                is_current = True
                 while controller.evaluating is None:
                     if (validate := controller.validation()) is not None:
                         dispatch.tell(happened.ValidationStarted(validate.version))
@@ -243,7 +245,7 @@ class Overlap:
                     self._refuse_ended()
                     dispatch.wait(LOOK_SECONDS)
         yield
-        if held:
+        if is_current:
             self.dispatch.tell(happened.ValidationEnded(version))
             self.dispatch.record()
 

@@ -1,14 +1,14 @@
-"""A run's plan, as the controller counts it: positions of groups and numbers of samples, and the rollouts they stand for.
+"""A run's plan in the controller's terms: group positions and sample numbers, and their rollouts.
 
-Invariant: a pure function of the configuration, the environment's tasks and, with `rollout.curriculum`, of what the store holds
-of the iterations that were trained on before any rollout of the planned one may begin. Iteration k's own groups are the
-positions (k - 1) * groups … k * groups - 1, in the order of its tasks, the same that the synchronous collect stage rolls out.
-With `rollout.dynamic_sampling` these are the positions of all rounds that the iteration may draw, round after round.
+Invariant: a pure function of the configuration, the environment's tasks and, with `rollout.curriculum`, the stored
+iterations that were trained on before any rollout of the planned one may start. Iteration k owns the positions (k - 1)
+* groups … k * groups - 1 in the order of its tasks, as in the synchronous collect stage. With
+`rollout.dynamic_sampling` these are the positions of all rounds that the iteration may draw, round after round.
 
     2 tasks an iteration, group size 2:   2/1  ->  iteration 2, its first task, sample 1
     the same, 3 rounds at most:           2/1  ->  iteration 1, the first task of its second round, sample 1
 
-With a window, a step trains on groups of several iterations, so these are called by their iteration, too: `<task_id>@2`.
+With a window, a step trains on groups of several iterations, so group names include the iteration: `<task_id>@2`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout
 
 KEPT = 16
-"""Rounds whose plan is kept in memory."""
+"""Number of rounds whose plans are cached."""
 
 
 def bound_of(run: Run) -> StalenessBound:
-    """What the run's controller is held to. Version 0, or a fork's first, is evaluated before the plan begins."""
+    """Return the staleness bound of the run's controller. Version 0, or a fork's first one, is evaluated before the
+    plan begins."""
     config, sampling = run.config, run.config.rollout.dynamic_sampling
     return StalenessBound(
         config.asynchrony,
@@ -52,8 +53,8 @@ def bound_of(run: Run) -> StalenessBound:
 
 
 def generated_in(run: Run, iteration: int) -> Stage:
-    """The stage where an iteration's own rollouts are written: `collect`, or with a window `generate`, from which the collect
-    stage of a step takes the groups that it trains on."""
+    """Return the stage that holds an iteration's rollouts: `collect`, or with a window `generate`, from which a step's
+    collect stage copies its groups."""
     return run.stage(iteration, StageKind.GENERATE if run.config.asynchrony.window > 1 else StageKind.COLLECT)
 
 
@@ -66,7 +67,7 @@ class Plan(PlannedRollouts):
         self._config = config = run.config
         self._tasks = open_environment(config.environment).tasks("train") if tasks is None else tasks
         self.draw_of = lru_cache(maxsize=KEPT)(self._draw_of)
-        """What the tasks of an iteration are drawn by; asked for when its rollouts may begin."""
+        """Recorded rewards for an iteration's draw; read when its rollouts may start."""
         super().__init__(bound_of(run), lru_cache(maxsize=KEPT)(self._specs))
 
     def sample(self, iteration: int, roll_out: Callable[[list[RolloutSpec]], list[Rollout]]) -> Sampled:
@@ -80,10 +81,11 @@ class Plan(PlannedRollouts):
             roll_out,
             history,
             named_by_iteration=self.bound.chooses,
+            first_draw=self._run.first_draw,
         )
 
     def draw_metrics(self, iteration: int) -> dict[str, float]:
-        """What an iteration's curriculum drew."""
+        """Return the metrics of an iteration's draw."""
         return self.draw_of(iteration).metrics([spec.row for spec in self.specs(iteration) if spec.sample == 0])
 
     def _draw_of(self, iteration: int) -> RecordedDraw:
@@ -94,7 +96,16 @@ class Plan(PlannedRollouts):
         rows = [
             row
             for each in range(1, number + 1)
-            for row in round_tasks(self._tasks, rollout, seed, iteration, each, history)
+            for row in round_tasks(
+                self._tasks, rollout, seed, iteration, each, history, first_draw=self._run.first_draw
+            )
         ]
-        planned = plan_rollouts(rows, rollout.group_size, seed, iteration, named_by_iteration=self.bound.chooses)
+        planned = plan_rollouts(
+            rows,
+            rollout.group_size,
+            seed,
+            iteration,
+            named_by_iteration=self.bound.chooses,
+            tasks=self._tasks,
+        )
         return tuple(planned[-rollout.prompts_per_iteration * rollout.group_size :])

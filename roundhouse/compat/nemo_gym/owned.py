@@ -1,10 +1,11 @@
-"""NeMo Gym's servers as a run's own: started with its engine as their model, and an environment over their agents.
+"""NeMo Gym's servers that belong to a run: started with its engine as their model, and an environment over their
+agents.
 
-Invariant: the servers live in one process tree below the flow's, or with `infra.kind: kubernetes` in pods that belong to what
-the flow belongs to, and end with it; what makes rollouts finds them at the head server that `HEAD_VARIABLE` names, in this
-process and those that it starts. Every row is played by the agent that it names; a row of an unknown agent, and a configuration
-with a problem, are refused before any server is started. A rollout that failed while a server was away ends when all are up
-again, so that its next attempt finds them.
+Invariant: the servers live in one process tree below the flow's, or with `infra.kind: kubernetes` in pods with the
+flow's owner, and end with it. Processes that make rollouts find them at the head server of `HEAD_VARIABLE`, in this
+process and its children. The agent that a row names plays it. A row of an unknown agent, and a configuration with a
+problem, are refused before any server starts. A rollout that fails while a server is away ends only when all servers
+answer again, so that its next attempt finds them.
 
     with owned_servers(run, config.environment, "http://127.0.0.1:8000", Path(".roundhouse/gym/run")):
         async with open_environment(config.environment) as environment: …
@@ -38,6 +39,7 @@ from roundhouse.config.gym_servers import HEAD_VARIABLE
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.environments.base import Restoration, TaskRow
 from roundhouse.errors import ConfigError, InfraError
+from roundhouse.http.clients import http_client
 from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.protocol import ClientWithRows, EnvironmentUnavailable
 from roundhouse.store.run import Run
@@ -45,7 +47,7 @@ from roundhouse.store.run import Run
 log = logging.getLogger(__name__)
 
 POD_PATH = "/usr/local/bin:/usr/bin:/bin"
-"""Of a foreign server in a pod, after its own interpreter's directory."""
+"""`PATH` of a foreign server in a pod, after the directory of its interpreter."""
 
 
 def resolved(
@@ -88,10 +90,10 @@ def _refuse(config: NemoGymEnvironment, resolution: Resolution) -> None:
 def resolved_for_pods(
     config: NemoGymEnvironment, infra: KubernetesInfra, engine_url: str
 ) -> tuple[Resolution, list[Command]]:
-    """The same, with the ports and the programs of servers in pods, whose addresses are still open.
+    """Resolve the configuration with the ports and programs of servers in pods, whose addresses are still open.
 
     Raises:
-        ConfigError: with all problems, also with what works in processes alone.
+        ConfigError: with all problems, including features that work in processes alone.
     """
     resolution = resolved(config, engine_url, choose_ports=False, head_port=HEAD_PORT)
     roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
@@ -149,7 +151,7 @@ def _processes(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Itera
 
 
 class _Running:
-    """The servers in a thread with an event loop of its own."""
+    """The servers in a thread with an event loop."""
 
     def __init__(self, servers: GymServers) -> None:
         self._servers = servers
@@ -191,8 +193,8 @@ class _Running:
 
 
 def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
-    """The names of the agents: those that the head server knows where the servers run, so that whoever only plays needs no file
-    of the configuration; else those of the configuration.
+    """Return the names of the agents: from the head server while the servers run, so that a process that only plays
+    needs no configuration file; otherwise from the configuration.
 
     Raises:
         ConfigError: it has a problem, or no agent.
@@ -201,7 +203,8 @@ def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
     if (head := os.environ.get(HEAD_VARIABLE)) is None:
         return _agents_in(config)
     try:
-        answer = httpx.get(f"{head.rstrip('/')}/server_instances", timeout=HEAD_SECONDS).raise_for_status()
+        with http_client(head, timeout=HEAD_SECONDS) as http:
+            answer = http.get(f"{head.rstrip('/')}/server_instances").raise_for_status()
     except httpx.HTTPError as error:
         raise EnvironmentUnavailable(f"{HEAD_VARIABLE} is {head}, which does not answer: {error}") from error
     return tuple(one["process_name"] for one in answer.json() if one["server_type"] == "responses_api_agents")
@@ -231,13 +234,14 @@ class NemoGymClient(ClientWithRows):
         *,
         start_seconds: float,
     ) -> None:
-        """
+        """Make an environment over the agents.
+
         Args:
             agent: plays rows that name none.
-            start_seconds: how long a server that has ended may take until it is up again.
+            start_seconds: time limit for the restart of a server that has ended.
 
         Raises:
-            ConfigError: a row names an agent that there is not, or none where there are several.
+            ConfigError: a row names an unknown agent, or none although several exist.
         """
         self._agent = agent or (agents[0] if len(agents) == 1 else None)
         if self._agent is not None and self._agent not in agents:
@@ -290,7 +294,7 @@ class NemoGymClient(ClientWithRows):
         return self._clients[agent]
 
     async def until_all_answer(self) -> None:
-        """Wait for servers that have ended and are being started again. Returns at once where none has.
+        """Wait for ended servers to be started again. Return at once if all run.
 
         Raises:
             InfraError: the head server does not answer.

@@ -1,34 +1,35 @@
-"""The base of rollout workers: an environment written as the code that plays one rollout; its model calls; evaluators.
+"""Base classes of rollout workers, the client for their model calls, and evaluators.
 
-A worker's model calls, recorded as turns while they are made.
+The client records a worker's model calls as turns.
 
-Invariants: every call is drawn within the rollout's limits, with a seed of its own, and becomes a turn with its tokens; a
-history that continues an earlier call's (its messages and its reply, unchanged) is sent with that call's tokens, so that the
-prompt begins with exactly them; any other history begins a new root.
+Invariants: every call respects the rollout's limits, uses its own seed, and becomes a turn with its tokens. A history
+that continues an earlier call (the same messages and the unchanged reply) is sent with that call's tokens, so that the
+prompt begins with exactly these tokens. Any other history begins a new root.
 
     answer = await llm.completion("What is 3*4?")   ->  {"prompt", "response", "finish_reason"}
     answer = await llm.generate(messages, tools)    ->  {"messages", "response", "tool_calls", "finish_reason", "message"}
     messages.append(answer["message"])                  the reply, to continue with
 
-Invariants of a worker: one worker object plays one rollout, so what it keeps on `self` is that rollout's alone; a rollout has
-a reward exactly when the worker put a trajectory and its evaluator judged it.
+Invariants of a worker: one worker object plays one rollout, so the attributes of `self` belong to that rollout alone. A
+rollout has a reward exactly if the worker put a trajectory and its evaluator judged it.
 
     class Quiz(BaseRolloutWorker):
         async def run_agent(self, task):
             answer = await self.llm.completion(self.format_task_query(task))
             return await self.put_trajectory(task, answer["response"])
 
-The same as plain functions, as NexRL has them, is `roundhouse.compat.nexrl.plain`. What `step` returns is the outcome:
+`roundhouse.compat.nexrl.plain` has the same with plain functions, as in NexRL. The value that `step` returns is the
+outcome:
 
-    "success"      the trajectory that was put counts                                         completed or truncated
-    "fail"         the worker gave up on the task                                             failed (data)
-    "re-rollout"   the same again, for a reason that may pass                                 failed (infra): tried again
-    None           it failed before there was a trajectory, such as for want of a field       failed (data)
+    "success"      the trajectory counts                                                      completed or truncated
+    "fail"         the worker gave up the task                                                failed (data)
+    "re-rollout"   repeat, because the reason may pass                                        failed (infra): tried again
+    None           it failed before a trajectory existed, such as for a missing field         failed (data)
 
-Evaluators: from a data item and what the agent answered to a reward.
+Evaluators compute a reward from a data item and the agent's answer.
 
-Invariants: a reward is in [0, 1] and every metric is a finite number, or there is no result; an evaluator that raises fails
-the rollout, which then has no reward.
+Invariants: a reward is in [0, 1] and every metric is a finite number, or the result is refused. If an evaluator raises,
+the rollout fails and has no reward.
 
     class Exact(Evaluator):
         def evaluate(self, data, target):
@@ -40,11 +41,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -52,10 +54,10 @@ from typing import Any, ClassVar, Literal
 
 import orjson
 
-from roundhouse.compat.nexrl.plain import PlainClient, WorkerConfig
-from roundhouse.compat.nexrl.resources import ActivityTracker
+from roundhouse.compat.nexrl.modules import ActivityTracker, NexRLModule, execute
+from roundhouse.compat.nexrl.plain import LLMServiceClient, PlainClient, WorkerConfig, WorkerThread
 from roundhouse.config.models import Sampling
-from roundhouse.errors import DataError, InfraError
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
 from roundhouse.rollout.agents import RolloutAttempt
 from roundhouse.rollout.conversation import TurnChain, sampling_overrides
@@ -88,7 +90,7 @@ class LlmClient:
         self.infos: list[dict[str, Any]] = []
         """One a call: turn, messages, tools, response, tool_calls, finish_reason, prompt_tokens, response_tokens."""
         self.limit = ""
-        """What cut the newest reply short: `length`, `max_tokens`, or empty."""
+        """Limit that cut the newest reply: `length`, `max_tokens`, or empty."""
         attempt.rollout.turns, attempt.rollout.items = self._chain.turns, self.items
         attempt.call_ends = []
 
@@ -107,21 +109,39 @@ class LlmClient:
         return {**asked, "prompt": prompt, "response": answer["response"], "finish_reason": answer["finish_reason"]}
 
     async def generate(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **asked: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        stop: str | Sequence[str] | None = None,
+        **asked: Any,
     ) -> dict[str, Any]:
-        """Answer a conversation (chat messages; tools in chat shape); `asked` as of `ask`.
+        """Answer a conversation (chat messages; tools in chat shape).
+
+        Args:
+            stop: the reply ends before the first of these texts. The turn keeps every token that was drawn, so a conversation
+                that continues the shortened reply begins a new root.
+            asked: as of `ask`. `model` is ignored: the run's policy answers.
 
         Raises:
             As `completion`.
         """
-        completion = await self.ask(messages, tools, **asked)
+        sampling = {name: value for name, value in asked.items() if name != "model"}
+        completion = await self.ask(messages, tools, **sampling)
+        message, finish_reason = completion.message, completion.finish_reason
+        text = message.get("content") or ""
+        ends = [text.find(each) for each in ([stop] if isinstance(stop, str) else stop or ()) if each in text]
+        if ends:
+            text, finish_reason, self.limit = text[: min(ends)], "stop", ""
+            message = {**message, "content": text}
         return {
             **asked,
-            "messages": [dict(message) for message in messages],
-            "response": completion.message.get("content") or "",
-            "tool_calls": completion.message.get("tool_calls") or [],
-            "finish_reason": completion.finish_reason,
-            "message": completion.message,
+            **({} if stop is None else {"stop": stop}),
+            "messages": [dict(each) for each in messages],
+            "response": text,
+            "tool_calls": message.get("tool_calls") or [],
+            "finish_reason": finish_reason,
+            "message": message,
         }
 
     async def ask(
@@ -147,7 +167,7 @@ class LlmClient:
         history, offered = [dict(message) for message in messages], list(tools)
         params = {"max_output_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         sampling = sampling_overrides(params, self._attempt.sampling, self._attempt.on_policy).sampling
-        # The newest reply of ours goes with its tokens, if everything before it is as it was
+        # Send our newest reply with its tokens if everything before it is unchanged
         known, reply = self._continued(history)
         sent = history
         if reply is not None:
@@ -170,7 +190,7 @@ class LlmClient:
         )
         self._stored_tokens += len(turn.prompt_token_ids) + len(turn.generation_token_ids)
         self._input_tokens += len(completion.prompt_token_ids)
-        # What this call adds to the conversation that it continues; all of it where it continues none
+        # Messages that this call adds to the conversation that it continues; all messages if it continues none
         added = messages[self._continued(messages)[0] :]
         item_id = f"msg_{self._attempt.rollout.seed:08x}_{len(self._chain.turns) - 1}"
         for place, message in enumerate(added):
@@ -218,7 +238,7 @@ class LlmClient:
         )
 
     async def _complete(self, messages: list[Message], tools: list[dict[str, Any]], sampling: Sampling) -> Completion:
-        """The engine's answer. A call waits while the engine takes new weights; one that fails is made again."""
+        """Return the engine's answer. A call waits while the engine loads new weights, and is repeated if it fails."""
         attempt, calls = self._attempt, len(self._chain.turns)
         room = attempt.config.max_tokens - self._stored_tokens
         if calls >= attempt.config.max_turns:
@@ -244,7 +264,7 @@ class LlmClient:
             attempt.rollout.generation_seconds += time.perf_counter() - begun
 
     def _continued(self, messages: list[Message]) -> tuple[int, Completion | None]:
-        """How many of the messages, the newest reply of ours the last of them, are a conversation on record; and that reply."""
+        """Return how many of the messages, up to our newest reply, are a recorded conversation, and that reply."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
@@ -266,7 +286,7 @@ QUERY_FIELDS = ("prompt", "query", "question")
 
 
 class StepResult(StrEnum):
-    """What a worker says of a task. None, in addition, says that there never was a trajectory."""
+    """Outcome that a worker reports for a task. None means that no trajectory ever existed."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -285,26 +305,42 @@ class ReRollout(InfraError):
     """The worker asks for the same task again."""
 
 
-class BaseRolloutWorker:
-    """Plays one rollout; see the module's docstring for an example."""
+log = logging.getLogger(__name__)
+
+
+class BaseRolloutWorker(NexRLModule):
+    """Plays one rollout; see the module's docstring for an example. In a loop of your own, made with NexRL's configuration, it
+    takes tasks from its data loader and puts trajectories into its pool, in a thread (`run`)."""
 
     evaluator: Evaluator | None = None
     """The default evaluator of the class; environment.evaluator overrides it."""
     restoration: ClassVar[Literal["none", "replay"]] = "none"
-    """`replay`: after an interruption the worker plays from the start, and its finished model calls are answered from the
-    record. For workers that make one call after another, and whose own work (tools, services) may be done twice."""
+    """`replay`: after an interruption the worker plays from the start, and the record answers its finished model calls.
+    For workers that make one call after another, and whose other work (tools, services) may run twice."""
 
-    def __init__(self, llm: LlmClient | WorkerConfig, evaluator: Evaluator | None = None) -> None:
+    calls_user_code: ClassVar[bool] = False
+    """The class calls code of the user's also without a subclass, such as tools that a file names."""
+
+    def __init__(self, llm: LlmClient | Mapping[str, Any], evaluator: Evaluator | None = None) -> None:
         """Further keyword arguments of a subclass are environment.parameters; a subclass with the one argument `config` gets
         them as that. `llm` is for the rollout, not for this."""
-        if isinstance(llm, WorkerConfig):
-            self._config = llm
-            llm, evaluator = llm.made_with
-        self.llm = llm
-        self._llm_client = PlainClient(llm)
+        policy: Any = llm
+        self._thread: WorkerThread | None = None
+        """Thread of a loop that the user runs."""
+        self._llm_client: Any = None
         """The name that NexRL's recipes know."""
-        self._activity_tracker = ActivityTracker()
+        if isinstance(llm, Mapping):
+            self._config = llm
+            policy, evaluator = llm.made_with if isinstance(llm, WorkerConfig) else (None, evaluator)
+            if policy is None and not isinstance(llm, WorkerConfig):
+                self._thread, self._llm_client = WorkerThread(self), LLMServiceClient(llm)
+        self.llm: LlmClient = policy
+        self._llm_client = self._llm_client or PlainClient(policy)
+        self._activity_tracker = ActivityTracker(post=self._keep_metrics)
+        self.logged: dict[str, float] = {}
+        """Numbers that the worker posted to an experiment logger: metrics of the rollout."""
         self._task: dict[str, Any] = {}
+        self._taken = self.put_back = False
         if evaluator is not None:
             self.evaluator = evaluator
         self.result: EvaluationRunResult | None = None
@@ -313,20 +349,49 @@ class BaseRolloutWorker:
         """False masks the rollout: it keeps its reward and is not trained on."""
         self.is_validate = False
         """The rollout is of an evaluation, and is not trained on."""
-        self.dataloader: Sequence[dict[str, Any]] = ()
-        self.validate_dataloader: Sequence[dict[str, Any]] = ()
+        self.dataloader: Any = ()
+        self.validate_dataloader: Any = ()
+        self.trajectory_pool: Any = None
+        self.validator: Any = None
 
     def set_module_references(
         self,
-        trajectory_pool: None = None,
-        dataloader: Sequence[dict[str, Any]] = (),
-        weight_sync_controller: None = None,
-        validate_dataloader: Sequence[dict[str, Any]] = (),
-        validator: None = None,
+        trajectory_pool: Any = None,
+        dataloader: Any = (),
+        weight_sync_controller: Any = None,
+        validate_dataloader: Any = (),
+        validator: Any = None,
     ) -> None:
-        """Called before `step`: the items of both splits, to look at. Which is played is the run's plan; pool, controller and
-        validator are the run's own, and None here."""
+        """Called before `step`. In a run: the items of both splits, to look at, while the run's plan selects the task; pool,
+        controller and validator are the run's own, and None here."""
         self.dataloader, self.validate_dataloader = dataloader, validate_dataloader
+        self.trajectory_pool, self.validator = trajectory_pool, validator
+        self._llm_client.set_weight_sync_controller(weight_sync_controller)
+
+    def run(self) -> None:
+        """Start a loop of your own, in a thread: tasks from the data loader, trajectories into the pool or the validator.
+
+        Raises:
+            ConfigError: the worker plays a run's rollout, lacks a module or a tracker, or its `step` is `async`.
+        """
+        if self._thread is None:
+            raise ConfigError(
+                f"{type(self).__name__}.run: in a run the collector gives each worker its task. Leave it out."
+            )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread of `run` after its task."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _keep_metrics(self, backend: str, posted: dict[str, Any]) -> None:
+        """Keep the numbers of a post as metrics of the rollout; a message goes to the log."""
+        data = posted.get("data")
+        numbers = {str(name): value for name, value in data.items()} if isinstance(data, Mapping) else {}
+        self.logged |= {name: float(value) for name, value in numbers.items() if _finite(value)}
+        if rest := {name: value for name, value in posted.items() if name not in ("data", "step")}:
+            log.info("%s posted to %s: %s", type(self).__name__, backend, rest)
 
     def begin_validate(self) -> None:
         """Called before the `step` of an evaluation."""
@@ -337,7 +402,7 @@ class BaseRolloutWorker:
         self.is_validate = False
 
     async def play(self, task: dict[str, Any]) -> str | None:
-        """What `step` returns, or the class's own `run_agent`, as a plain function or an `async` one."""
+        """Return the result of `step`, or of the class's `run_agent`, as a plain or an `async` function."""
         self._task = task
         step = self.run_agent if type(self).step is BaseRolloutWorker.step else self.step
         return await (step(task) if inspect.iscoroutinefunction(step) else self._llm_client.play(step, task))
@@ -348,14 +413,14 @@ class BaseRolloutWorker:
         return await self.run_agent(task)
 
     async def run_agent(self, task: dict[str, Any]) -> str | None:
-        """Play the task and put its trajectory; what it returns is explained above."""
+        """Play the task and put its trajectory. The module's docstring explains the result."""
         raise NotImplementedError(f"{type(self).__name__} defines neither step nor run_agent")
 
     def format_task_query(self, item: dict[str, Any]) -> str:
-        """The prompt for a data item.
+        """Return the prompt for a data item.
 
         Raises:
-            KeyError: it has none of prompt, query and question.
+            KeyError: the item lacks all of prompt, query and question.
         """
         for name in QUERY_FIELDS:
             if item.get(name):
@@ -363,7 +428,8 @@ class BaseRolloutWorker:
         raise KeyError(f"the item has none of {', '.join(QUERY_FIELDS)}: override format_task_query")
 
     def get_train_loss_mask(self, infos: list[dict[str, Any]]) -> list[bool]:
-        """Which model calls are trained on, one a call (`LlmClient.infos`). What is left out stays in later prompts."""
+        """Return for each model call (`LlmClient.infos`) whether it is trained on. A masked call stays in later
+        prompts."""
         return [True] * len(infos)
 
     async def put_trajectory(
@@ -375,10 +441,10 @@ class BaseRolloutWorker:
         is_truncated: bool = False,
         result: EvaluationRunResult | None = None,
     ) -> str:
-        """Have the answer judged (or give `result` without) and hand the rollout in; "success".
+        """Have the answer judged (or take `result`), hand the rollout in, and return "success".
 
         Raises:
-            VerifierFailed: there is no evaluator, it raised, or what it returned is no result.
+            VerifierFailed: no evaluator exists, it raised, or its result is invalid.
         """
         self.is_truncated = is_truncated or bool(self.llm.limit)
         seen = self.llm.infos if observation is None else observation
@@ -387,7 +453,7 @@ class BaseRolloutWorker:
             evaluator = self.evaluator
             if evaluator is None:
                 raise VerifierFailed(f"{type(self).__name__} has no evaluator: set environment.evaluator.")
-            name = type(evaluator).__name__
+            name = evaluator_name(evaluator)
             result = await call_verifier(name, evaluator.evaluate, task, target)
             if not isinstance(result, EvaluationRunResult):
                 raise VerifierFailed(
@@ -396,9 +462,25 @@ class BaseRolloutWorker:
         self.result = result
         return StepResult.SUCCESS
 
+    def _get_rollout_task(self) -> dict[str, Any] | None:
+        """Return the next task: in a run the worker's own, once; in a loop of your own the loader's, None after a pause."""
+        if self._thread is not None:
+            return self._thread.next_task()
+        task, self._taken = (None if self._taken else self._task), True
+        return task
+
+    def _put_rollout_task(self, task: dict[str, Any]) -> bool:
+        """Return a task to be played again: in a run the result of the rollout is then "re-rollout"."""
+        if self._thread is not None:
+            execute((self.validate_dataloader if self.is_validate else self.dataloader).add_item_front, task)
+        self.put_back = True
+        return True
+
     def _put_trajectory(self, trajectory: dict[str, Any]) -> Any:
         """Hand in NexRL's form of a trajectory: its `response` is judged, unless it has a `reward`; its tokens are those of the
-        model calls. An `async` worker awaits it."""
+        model calls. An `async` worker awaits it. In a loop of your own it goes to the pool, or to the validator, as it is."""
+        if self._thread is not None:
+            return execute((self.validator if self.is_validate else self.trajectory_pool).put_trajectory, trajectory)
         result = None
         if (reward := trajectory.get("reward")) is not None:
             result = EvaluationRunResult(reward, str(trajectory.get("ground_truth", "")))
@@ -408,7 +490,7 @@ class BaseRolloutWorker:
     _put_validate_trajectory = _put_trajectory
 
     def _get_validate_task(self) -> dict[str, Any]:
-        """The task of an evaluation: the one that `step` was given."""
+        """Return the task of an evaluation: the argument of `step`."""
         return self._task
 
     @property
@@ -427,14 +509,14 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class BaseEvaluationTarget:
-    """What is judged."""
+    """Input of an evaluator."""
 
     final_answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgentEvaluationTarget(BaseEvaluationTarget):
-    """What is judged of an agent's run."""
+    """Input of an evaluator of an agent's run."""
 
     observation: list[dict[str, Any]] = field(default_factory=list)
     """Everything that happened: the model calls, or the spans of a trace."""
@@ -448,10 +530,10 @@ NexAUEvaluationTarget = AgentEvaluationTarget
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRunResult:
-    """What an evaluator says.
+    """Result of an evaluator.
 
     Raises:
-        ValueError: the reward is no number in [0, 1], or a metric no finite number.
+        ValueError: the reward is not a number in [0, 1], or a metric is not finite.
     """
 
     reward: float = 0.0
@@ -474,11 +556,21 @@ class EvaluationRunResult:
 class Evaluator(ABC):
     """Judges answers. One evaluator serves all rollouts, from several threads; it keeps no state between calls."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return type(self).__name__
+
     @abstractmethod
     def evaluate(
         self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget
     ) -> EvaluationRunResult | Awaitable[EvaluationRunResult]:
         """Judge an answer. May be `async`; as a plain function it runs in a thread, so that it may take its time."""
+
+
+def evaluator_name(evaluator: object) -> str:
+    """Return the name of an evaluator for messages; any object with `evaluate` serves, also without a name."""
+    return str(getattr(evaluator, "name", type(evaluator).__name__))
 
 
 class AnswerTag(Evaluator):

@@ -1,37 +1,39 @@
-"""The smallest worker: one completion, judged.
+"""Workers that are ready to use.
 
-An agent of several turns: the policy calls the worker's tools until it answers without a call.
+`SimpleRolloutWorker`: one completion, judged.
 
-Invariant: whatever the policy calls, the answer is a text it can be shown (as of an `Environment`'s tools); a limit of turns or
-tokens ends the run, and what there is by then is judged as truncated.
+`AgentRolloutWorker`: an agent of several turns. The policy calls the worker's tools until it answers without a call.
+
+Invariant: every call gets a text as its answer, as with the tools of an `Environment`. If a limit of turns or tokens
+ends the run, the answer up to then is judged as truncated.
 
     class Librarian(AgentRolloutWorker):
         @tool("Look a word up.", word="The word.")
         async def define(self, task, word: str) -> str:
             return task["dictionary"].get(word, "unknown")
 
-A worker without a policy: rewards by a hash, or rollouts played back from a recording.
+A worker without a policy: it computes rewards from a hash, or plays recorded rollouts back.
 
-Invariants: no model is called; the same group and run give the same reward and the same record, in every process; what comes
-out is masked, since its tokens are no draw of the policy in training, unless a recording is played back with `trainable`.
+Invariants: it calls no model. The same group and run give the same reward and record in every process. Its rollouts are
+masked, because the training policy did not generate their tokens, unless a recording is played back with `trainable`.
 
     parameters: {}                                      reward 0 or 1 by the hash of (group_id, run_id); no turns
     parameters: {recorded: store/…/collect}             the rollout of that group and run, from a collect stage's Parquet files
 
-Agents that make their model calls themselves and leave a trace: a tree of spans, in which the calls are found.
+`TraceRolloutWorker`: agents that make their model calls themselves and leave a trace, a tree of spans with these calls.
 
-Invariant: a rollout's turns are the trace's model calls in the order in which they began, parents before children; a call
-without tokens, or with a different number of log-probabilities, fails the rollout: it could not be trained on.
+Invariant: a rollout's turns are the trace's model calls in the order of their starts, parents before children. A call
+without tokens, or with a different number of log-probabilities, fails the rollout, because it cannot be trained on.
 
-A span is an object {"type", "inputs", "outputs", "children"}. Of spans with type LLM are read
+A span is an object {"type", "inputs", "outputs", "children"}. Fields that are read of spans with type LLM:
 
     inputs.messages, inputs.tools               chat messages and tools
-    outputs.message, outputs.finish_reason      the reply ("stop" where there is none)
+    outputs.message, outputs.finish_reason      the reply ("stop" if it is missing)
     outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}, and "policy_version"
-                                                and "version_spans", where the server's reply had them
+                                                and "version_spans", if the server's reply had them
 
-The agent reaches the policy by itself, at a model server that returns token IDs. NexAU is such an agent framework; nothing of
-it is imported here: whatever offers `dump_traces` can be used.
+The agent calls the policy at a model server that returns token IDs. NexAU is such an agent framework. This module does
+not import it: any tracer with `dump_traces` works.
 """
 
 from __future__ import annotations
@@ -41,8 +43,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
-
-import orjson
 
 from roundhouse.compat.nexrl.base import (
     AnswerTag,
@@ -54,7 +54,7 @@ from roundhouse.compat.nexrl.base import (
     RolloutLimit,
     WorkerFailed,
 )
-from roundhouse.environments.base import Tool, Toolbox, invalid_arguments, marked_tools
+from roundhouse.environments.base import Tool, Toolbox, invalid_arguments, marked_tools, read_arguments
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import Completion
 from roundhouse.rollout.protocol import call_function
@@ -66,7 +66,7 @@ from roundhouse.trajectories.schemas import rollouts_from_tables
 
 
 class SimpleRolloutWorker(BaseRolloutWorker):
-    """Answers the item's `prompt` once. Without an evaluator of its own: the text in <answer> must be the `ground_truth`."""
+    """Answer the item's `prompt` once. Without an evaluator, the text in <answer> must equal `ground_truth`."""
 
     evaluator = AnswerTag()
 
@@ -104,9 +104,9 @@ class AgentRolloutWorker(BaseRolloutWorker):
             messages.append(told["message"])
             for call in told["tool_calls"]:
                 try:
-                    arguments = orjson.loads(call["function"]["arguments"])
-                except orjson.JSONDecodeError as error:
-                    result = invalid_arguments(error)
+                    arguments = read_arguments(call["function"]["arguments"])
+                except ValueError as error:
+                    result = invalid_arguments(call["function"]["arguments"], error)
                 else:
                     result = await toolbox.call(task, call["function"]["name"], arguments)
                 messages.append(tool_message(call["id"], result.text))
@@ -140,10 +140,10 @@ def hash_reward(group_id: str, run_id: int) -> float:
 
 @functools.lru_cache(maxsize=4)
 def recording(uri: str) -> dict[tuple[str, int], Rollout]:
-    """The rollouts under `uri`, by group and sample; of several attempts at one, the last file's.
+    """Return the rollouts under `uri`, by group and sample; of several attempts at one, the last file's.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: none exist.
     """
     location = Location(uri)
     names = sorted(name for name in location.names() if name.startswith("rollouts-") and name.endswith(".parquet"))
@@ -168,7 +168,7 @@ class Tracer(Protocol):
 
 
 class TraceRolloutWorker(BaseRolloutWorker, ABC):
-    """Runs a traced agent; subclasses say which tracer and which agent."""
+    """Run a traced agent; subclasses choose the tracer and the agent."""
 
     @abstractmethod
     def make_tracer(self) -> Tracer:
@@ -187,11 +187,11 @@ class TraceRolloutWorker(BaseRolloutWorker, ABC):
 
 
 def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
-    """Put all model calls of a trace on record.
+    """Record all model calls of a trace.
 
     Raises:
-        NoTrajectory: there is none.
-        WorkerFailed: one has no tokens.
+        NoTrajectory: the trace has none.
+        WorkerFailed: a call has no tokens.
     """
     calls = list(llm_calls(spans))
     if not calls:

@@ -1,13 +1,14 @@
-"""Rollout workers as an environment: data items become task rows, and a worker plays each.
+"""An environment over rollout workers: data items become task rows, and a worker plays each.
 
-Invariant: every rollout has a worker object of its own; what it returns, raises or leaves is one of the typed outcomes; the
-default loss mask trains on all its model calls.
+Invariant: every rollout has its own worker object, and ends in one of the typed outcomes whatever the worker returns,
+raises or leaves. The default loss mask trains on all its model calls.
 
-Data loaders: items in an order, with room for some to be put back. A run takes the items of its loader once, as its tasks, and
-draws them by epochs (`roundhouse.rollout.plan`).
+Data loaders return items in order and take some back. A run takes the items of its loader once, as its tasks, and draws
+them by epochs (`roundhouse.rollout.plan`).
 
-Invariants: `len` is the number of items still to come; an item is given out once, unless it is added again; `reset` brings back
-the loader as it was made, whatever was added since. A file's order is the file's, or with `shuffle` a function of the seed.
+Invariants: `len` is the number of remaining items. An item is returned once, unless it is added again. `reset` restores
+the first state of the loader, without later additions. The order is the file's, or with `shuffle` a function of the
+seed.
 
     loader = FileDataLoader("quiz.jsonl", repeat_n=2)     # a, a, b, b; each with group_id, run_id and task_id
     while (item := loader.get_next_item()) is not None: …
@@ -15,39 +16,36 @@ the loader as it was made, whatever was added since. A file's order is the file'
 
 from __future__ import annotations
 
-import csv
+import contextlib
+import functools
 import inspect
-import io
-from abc import ABC, abstractmethod
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
-
-import fsspec
-import orjson
-import pyarrow as pa
 
 from roundhouse.compat.nexrl.base import (
     BaseRolloutWorker,
     Evaluator,
     LlmClient,
-    NoTrajectory,
-    ReRollout,
-    RolloutLimit,
-    StepResult,
-    WorkerFailed,
 )
-from roundhouse.compat.nexrl.plain import WorkerConfig, provide_nexrl
+from roundhouse.compat.nexrl.modules import NexRLModule
+from roundhouse.compat.nexrl.plain import ParameterMapping, WorkerConfig
+from roundhouse.compat.nexrl.playing import AskedLlm, HostedWorkers, Played, play_worker, take_over
 from roundhouse.config.environments import WorkerEnvironment
 from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Restoration, Split, TaskList, TaskRow, Verdict, task_row
-from roundhouse.errors import ConfigError, DataError, InfraError
+from roundhouse.environments.operations import Ask, HostedOperations, HostedSession
+from roundhouse.environments.row_files import read_rows
+from roundhouse.environments.task_ids import identified_rows
+from roundhouse.errors import ConfigError
 from roundhouse.imports import add_import_path, load_class
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.plan import epoch_order
 from roundhouse.rollout.protocol import BadTaskRow, ClosedOnExit
-from roundhouse.store.stage import parse_parquet
 from roundhouse.trajectories.records import Status
+from roundhouse.user_code import lock_limit
 
 WORKERS = {
     "mock": "roundhouse.compat.nexrl.built_in:MockRolloutWorker",
@@ -57,20 +55,31 @@ WORKERS = {
 }
 """Workers that come with Roundhouse, by type."""
 
+EVALUATOR_PARAMETER = "evaluator_module_path"
+"""Name of an evaluator's class in the parameters of NexAU's workers."""
 _NO_CALLS: Any = None
 """In the place of the policy, for a worker that only formats queries."""
 MakeWorker = Callable[[LlmClient], BaseRolloutWorker]
 
 
 class WorkerClient(ClosedOnExit):
-    """An environment whose rollouts are played by workers."""
+    """An environment that plays its rollouts by workers."""
 
     def __init__(
-        self, make: MakeWorker, name: str, train: Sequence[Item], heldout: Sequence[Item] = (), *, max_retries: int = 0
+        self,
+        make: MakeWorker,
+        name: str,
+        train: Sequence[Item],
+        heldout: Sequence[Item] = (),
+        *,
+        max_retries: int = 0,
+        hosted: HostedWorkers | None = None,
     ) -> None:
-        """`make` is called once a rollout."""
+        """`make` is called once a rollout; `hosted`: plays in its place, and is opened and closed with this client."""
         self.name = name
-        self.agent = WorkerAgent(make, train, heldout, max_retries)
+        self._hosted = hosted
+        self._open = contextlib.ExitStack()
+        self.agent = WorkerAgent(make, train, heldout, max_retries, hosted)
         self.restoration = self.agent.restoration
         self._items: dict[Split, Sequence[Item]] = {"train": train, "heldout": heldout}
 
@@ -81,12 +90,26 @@ class WorkerClient(ClosedOnExit):
         Raises:
             ConfigError: a class or a file cannot be found, or the parameters do not fit.
         """
-        make = worker_maker(config)
+        make, name = worker_maker(config), config.worker.rpartition(":")[2]
         train = items_of(config, config.train_data, "environment.train_data", is_validate=False)
         heldout: Sequence[Item] = ()
         if config.heldout_data is not None:
             heldout = items_of(config, config.heldout_data, "environment.heldout_data", is_validate=True)
-        return cls(make, config.worker.rpartition(":")[2], train, heldout, max_retries=config.max_retries)
+        hosted: HostedWorkers | None = None
+        if _has_user_code(config):
+            hosted = HostedWorkers(f"{__name__}:worker_service", config.model_dump(mode="json"), name)
+        return cls(make, name, train, heldout, max_retries=config.max_retries, hosted=hosted)
+
+    async def __aenter__(self) -> Self:
+        if self._hosted is not None:
+            await self._hosted.functions.__aenter__()
+        self._open.enter_context(lock_limit())
+        return self
+
+    async def close(self) -> None:
+        self._open.close()
+        if self._hosted is not None:
+            await self._hosted.functions.close()
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         return TaskList(self._items[split], self.agent.row)
@@ -95,14 +118,23 @@ class WorkerClient(ClosedOnExit):
 class WorkerAgent:
     """Plays a rollout by a worker."""
 
-    def __init__(self, make: MakeWorker, train: Sequence[Item], heldout: Sequence[Item], max_retries: int) -> None:
+    def __init__(
+        self,
+        make: MakeWorker,
+        train: Sequence[Item],
+        heldout: Sequence[Item],
+        max_retries: int,
+        hosted: HostedWorkers | None,
+    ) -> None:
         self._make = make
         self._train, self._heldout, self._max_retries = train, heldout, max_retries
+        self._hosted = hosted
         self._formatter = make(_NO_CALLS)
         self.restoration: Restoration = self._formatter.restoration
 
     def row(self, item: Item) -> TaskRow:
-        """An item as a task row. One that cannot be formatted has an empty prompt here: its rollouts fail, one by one."""
+        """Return an item as a task row. An item that cannot be formatted gets an empty prompt: its rollouts fail, one
+        by one."""
         try:
             prompt = self._formatter.format_task_query(item)
         except Exception:  # noqa: BLE001 - the worker's code; it raises again in the rollout, where it is recorded
@@ -116,69 +148,29 @@ class WorkerAgent:
             raise BadTaskRow("The task row has no `item`, which is what workers play.")
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
         llm = LlmClient(attempt, self._max_retries)
-        worker = self._make(llm)
-        worker.set_module_references(
-            trajectory_pool=None,
-            dataloader=self._train,
-            weight_sync_controller=None,
-            validate_dataloader=self._heldout,
-            validator=None,
-        )
-        if attempt.on_policy:
-            final = await _stepped(worker, task)
+        if self._hosted is not None:
+            played = await self._hosted.play(llm, attempt, task)
         else:
-            worker.begin_validate()
-            final = await _stepped(worker, task)
-            worker.end_validate()
-        name = type(worker).__name__
-        if final is None:
-            raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
-        if final not in list(StepResult):
-            raise WorkerFailed(f"{name} returned {final!r}; the results are {', '.join(StepResult)} and None.")
-        if final == StepResult.RE_ROLLOUT:
-            raise ReRollout(f"{name} asks for the task again.")
-        if final == StepResult.FAIL:
-            raise WorkerFailed(f"{name} gave the task up.")
-        if worker.result is None:
-            raise WorkerFailed(f"{name} returned success, but put no trajectory.")
-        _judge(attempt, worker)
+            worker = self._make(llm)
+            splits = {"train": self._train, "heldout": self._heldout}
+            played = await play_worker(worker, task, on_policy=attempt.on_policy, **splits)
+        _judge(attempt, llm, played)
 
 
-async def _stepped(worker: BaseRolloutWorker, task: dict[str, Any]) -> str | None:
-    try:
-        return await worker.play(task)
-    except RolloutLimit as limit:
-        return await worker.cut_short(task, str(limit))
-    except (InfraError, DataError, TimeoutError):
-        raise
-    except Exception as error:  # the worker's code ends here; its failure becomes an outcome
-        raise WorkerFailed(f"{type(worker).__name__} raised {error!r}") from error
-
-
-def _judge(attempt: RolloutAttempt, worker: BaseRolloutWorker) -> None:
+def _judge(attempt: RolloutAttempt, llm: LlmClient, played: Played) -> None:
     """Write the outcome down."""
-    rollout, result, llm = attempt.rollout, worker.result, worker.llm
-    assert result is not None
+    result = take_over(llm, played)
+    rollout = attempt.rollout
     # Take the turns that the worker's loss mask leaves out, out of training
-    infos, turns = worker.llm.infos, attempt.rollout.turns
-    try:
-        mask = worker.get_train_loss_mask(infos)
-    except Exception as error:  # the worker's code ends here
-        raise WorkerFailed(f"{type(worker).__name__}.get_train_loss_mask raised {error!r}") from error
-    if len(mask) != len(infos) or not all(isinstance(each, bool) for each in mask):
-        raise WorkerFailed(
-            f"{type(worker).__name__}.get_train_loss_mask returned {mask!r} for {len(infos)} model calls; it must return one "
-            "truth value a call."
-        )
-    for turn, trained in zip(turns, mask, strict=False):
+    for turn, trained in zip(rollout.turns, played.loss_mask, strict=False):
         turn.trained = trained
     verdict = checked_verdict(Verdict(result.reward, metrics=result.metrics))
-    cut = llm.limit or ("max_turns" if worker.is_truncated else "")
+    cut = llm.limit or ("max_turns" if played.is_truncated else "")
     rollout.reward = verdict.reward
-    rollout.metrics = {"llm_calls": float(len(llm.infos)), **verdict.metrics}
+    rollout.metrics = {"llm_calls": float(len(llm.infos)), **played.logged, **verdict.metrics}
     rollout.finish_reason = cut or "stop"
     rollout.status = Status.TRUNCATED if cut else Status.COMPLETED
-    if not worker.trained_on:
+    if not played.trained_on:
         rollout.status = Status.MASKED
     attempt.response = llm.response(rollout.finish_reason)
     attempt.answer = {
@@ -189,14 +181,64 @@ def _judge(attempt: RolloutAttempt, worker: BaseRolloutWorker) -> None:
     }
 
 
-def worker_maker(config: WorkerEnvironment) -> MakeWorker:
-    """What makes the workers of a configuration.
+def worker_service(config: dict[str, Any]) -> HostedOperations:
+    """Load the workers in their process."""
+    environment = WorkerEnvironment.model_validate(config)
+    make, name = worker_maker(environment), environment.worker.rpartition(":")[2]
+    train = LaterItems(environment, environment.train_data, "environment.train_data", is_validate=False)
+    heldout: Sequence[Item] = ()
+    if environment.heldout_data is not None:
+        heldout = LaterItems(environment, environment.heldout_data, "environment.heldout_data", is_validate=True)
 
-    Raises:
-        ConfigError
-    """
-    provide_nexrl()
-    bases = [config.workspace] if config.workspace else []
+    async def play(ask: Ask, session: HostedSession, task: dict[str, Any], facts: dict[str, Any]) -> Any:
+        session.row = task
+        llm = AskedLlm(ask, facts)
+        played = await play_worker(make(llm), task, on_policy=facts["on_policy"], train=train, heldout=heldout)
+        return [Played.__name__, llm.told(played)]
+
+    return HostedOperations({name: play}, of_row=frozenset({name}), asking=frozenset({name}))
+
+
+class LaterItems(Sequence[Any]):
+    """Items of a split, as `items_of`, read when a worker looks at them."""
+
+    def __init__(self, config: WorkerEnvironment, data: str, key: str, *, is_validate: bool) -> None:
+        self._read = functools.cache(lambda: items_of(config, data, key, is_validate=is_validate))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def _has_user_code(config: WorkerEnvironment) -> bool:
+    """Return whether worker, tools or evaluator are not Roundhouse's."""
+    worker, evaluator = _worker_class(config), _evaluator_of(config)
+    kinds = [worker] if evaluator is None else [worker, type(evaluator)]
+    return worker.calls_user_code or not all(kind.__module__.startswith("roundhouse.") for kind in kinds)
+
+
+def _evaluator_of(config: WorkerEnvironment) -> Evaluator | None:
+    """Return `environment.evaluator`, else the parameter of NexAU's recipes, else the worker class's own evaluator."""
+    worker = _worker_class(config)  # which also lets the workspace's files import each other
+    target, key = config.evaluator, "environment.evaluator"
+    if target is None:
+        target, key = config.parameters.get(EVALUATOR_PARAMETER), f"environment.parameters.{EVALUATOR_PARAMETER}"
+    if target is None:
+        own: Evaluator | None = worker.evaluator
+        return own
+    kind: Any = load_class(target, Evaluator, key, _bases(config))
+    evaluator: Evaluator = _made(kind, key, target)
+    return evaluator
+
+
+def _bases(config: WorkerEnvironment) -> list[str]:
+    return [config.workspace] if config.workspace else []
+
+
+def _worker_class(config: WorkerEnvironment) -> Any:
+    bases = _bases(config)
     for base in bases:
         add_import_path(base)
     target = WORKERS.get(config.worker, config.worker)
@@ -205,26 +247,34 @@ def worker_maker(config: WorkerEnvironment) -> MakeWorker:
             f"environment.worker is {target!r}; the types are {', '.join(WORKERS)}, or name a class: path/to/file.py:Class or "
             "package.module:Class."
         )
-    found: Any = load_class(target, BaseRolloutWorker, "environment.worker", bases)
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if found.step is BaseRolloutWorker.step and found.run_agent is BaseRolloutWorker.run_agent:
+    kind: Any = load_class(target, BaseRolloutWorker, "environment.worker", bases)
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if kind.step is BaseRolloutWorker.step and kind.run_agent is BaseRolloutWorker.run_agent:
         missing = ["step or run_agent"]
     if missing:
         raise ConfigError(f"environment.worker is {target!r}, which does not define {', '.join(missing)}.")
-    evaluator = None
-    if config.evaluator is not None:
-        evaluator_class: Any = load_class(config.evaluator, Evaluator, "environment.evaluator", bases)
-        evaluator = _made(evaluator_class, "environment.evaluator", config.evaluator)
-    parameters, of_nexrl = resolved(config.parameters), list(inspect.signature(found).parameters) == ["config"]
+    return kind
+
+
+def worker_maker(config: WorkerEnvironment) -> MakeWorker:
+    """Return the function that makes the workers of a configuration.
+
+    Raises:
+        ConfigError: a class cannot be found or made, or the parameters do not fit.
+    """
+    kind, target = _worker_class(config), WORKERS.get(config.worker, config.worker)
+    named = config.evaluator or config.parameters.get(EVALUATOR_PARAMETER)
+    evaluator = None if named is None else _evaluator_of(config)
+    parameters, of_nexrl = resolved(config.parameters), list(inspect.signature(kind).parameters) == ["config"]
     if not of_nexrl:
         try:
-            inspect.signature(found).bind(None, evaluator, **config.parameters)
+            inspect.signature(kind).bind(None, evaluator, **config.parameters)
         except TypeError as error:
             raise ConfigError(f"environment.parameters {config.parameters!r} do not fit {target}: {error}.") from error
 
     def make(llm: LlmClient) -> BaseRolloutWorker:
         worker: BaseRolloutWorker = (
-            found(WorkerConfig(parameters, llm, evaluator)) if of_nexrl else found(llm, evaluator, **parameters)
+            kind(WorkerConfig(parameters, llm, evaluator)) if of_nexrl else kind(llm, evaluator, **parameters)
         )
         return worker
 
@@ -239,18 +289,54 @@ def items_of(config: WorkerEnvironment, data: str, key: str, *, is_validate: boo
         ConfigError: the loader cannot be found or made, or gives no items.
         DataError: a line of the file cannot be read.
     """
-    if config.data_loader == "file":
-        return list(iter(FileDataLoader(data, is_validate=is_validate, key=key).get_next_item, None))
+    if config.data_loader in ("file", "torch"):
+        return _drained(FileDataLoader(data, is_validate=is_validate, key=key), key)
     if config.data_loader == "mock":
         if not data.isdecimal():
             raise ConfigError(f"{key} is {data!r}, but environment.data_loader is mock: give the number of its items.")
         loader: BaseDataLoader = MockDataLoader(int(data), is_validate)
+    elif ":" not in config.data_loader:
+        raise ConfigError(
+            f"environment.data_loader is {config.data_loader!r}; the loaders are file (also torch) and mock, or name a class: "
+            "path/to/file.py:Class or package.module:Class."
+        )
     else:
-        bases = [config.workspace] if config.workspace else []
-        found: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", bases)
-        loader = _made(lambda: found(data, is_validate=is_validate), "environment.data_loader", config.data_loader)
-    items = list(iter(loader.get_next_item, None))
+        found: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", _bases(config))
+        source: Any = data
+        if next(iter(inspect.signature(found).parameters), "") == "config":
+            files = {"data_files": data.split(","), "seed": 42, "shuffle": False}
+            source = ParameterMapping({**files, **resolved(config.parameters)})
+        loader = _made(lambda: found(source, is_validate=is_validate), "environment.data_loader", config.data_loader)
+    items = _drained(loader, f"environment.data_loader {config.data_loader}")
     return named_items(items, f"environment.data_loader is {config.data_loader!r}, and {key}", data)
+
+
+LOADER_SECONDS = 60.0
+"""Time after which a loader that has returned None counts as finished."""
+
+
+def _drained(loader: BaseDataLoader, key: str) -> list[Item]:
+    """Return all items of a loader, asked for one by one.
+
+    Raises:
+        ConfigError: it returns none for too long.
+    """
+    items: list[Item] = []
+    until = time.monotonic() + LOADER_SECONDS
+    while not loader.is_finished():
+        if loader.can_return_item():
+            if (item := loader.get_next_item()) is None:
+                break
+            items.append(item)
+            until = time.monotonic() + LOADER_SECONDS
+        elif time.monotonic() > until:
+            raise ConfigError(
+                f"{key} returned no item for {LOADER_SECONDS:g} seconds after {len(items)}, and is not finished. A run reads "
+                "all items at its start: let is_finished return true at the end."
+            )
+        else:
+            time.sleep(0.01)
+    return items
 
 
 def _made(make: Callable[[], Any], key: str, target: str) -> Any:
@@ -261,22 +347,31 @@ def _made(make: Callable[[], Any], key: str, target: str) -> Any:
 
 
 Item = dict[str, Any]
-_MORE = "\0"
-"""Under which cells beyond the columns come; no column has this name."""
 
 
-class BaseDataLoader(ABC):
-    """A queue of items."""
+class BaseDataLoader(NexRLModule):
+    """A queue of items. A subclass defines `load`, or NexRL's methods: `__len__`, `__getitem__`, `get_next_item`,
+    `is_finished`, `can_return_item` and `reset`."""
 
-    def __init__(self, is_validate: bool = False) -> None:
-        self.is_validate = is_validate
-        """The items are for validation, not for training."""
-        self._items: deque[Item] = deque()
-        self.reset()
+    def __init__(self, config: Any = None, is_validate: bool = False) -> None:
+        """
+        Args:
+            config: NexRL's section `data`, or the file of the items, for subclasses that read them.
+            is_validate: the items are for validation, not for training.
+        """
+        if isinstance(config, bool):
+            warnings.warn(
+                "BaseDataLoader is made with (config, is_validate): name is_validate, or give the file first.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            config, is_validate = None, config
+        self._config, self.is_validate = config, is_validate
+        self._items: deque[Item] = deque(self.load())
 
-    @abstractmethod
     def load(self) -> Sequence[Item]:
-        """All items in their first order."""
+        """Return all items in their first order."""
+        return ()
 
     def reset(self) -> None:
         self._items = deque(self.load())
@@ -288,14 +383,14 @@ class BaseDataLoader(ABC):
         return self._items[index]
 
     def get_next_item(self) -> Item | None:
-        """The next item, which leaves the loader; None when there is none."""
+        """Return the next item and remove it from the loader; None if it is empty."""
         return self._items.popleft() if self._items else None
 
     def is_finished(self) -> bool:
         return not self._items
 
     def can_return_item(self) -> bool:
-        """Whether an item can be had right now. A loader that waits for something overrides this."""
+        """Return whether an item is available now. A loader that waits for something overrides this."""
         return bool(self._items)
 
     def add_item(self, item: Item) -> None:
@@ -313,14 +408,15 @@ class MockDataLoader(BaseDataLoader):
 
     def __init__(self, count: int = 16, is_validate: bool = False) -> None:
         self._count = count
-        super().__init__(is_validate)
+        super().__init__(count, is_validate)
 
     def load(self) -> list[Item]:
         return [{"prompt": f"mock prompt {index}", "ground_truth": str(index)} for index in range(self._count)]
 
 
 class FileDataLoader(BaseDataLoader):
-    """The rows of a .parquet, .csv or .jsonl file, local or of any fsspec scheme; each `repeat_n` times.
+    """The rows of a .parquet, .csv or .jsonl file, local or of any fsspec scheme, or of several, parted by commas; each
+    `repeat_n` times.
 
     Copies of a row have the same `group_id` and `task_id` (the row's own `task_id`, or its number) and the `run_id`s 0, 1, ….
     """
@@ -343,80 +439,45 @@ class FileDataLoader(BaseDataLoader):
         """
         self._rows = read_items(uri, key)
         self._repeat_n, self._shuffle, self._seed = repeat_n, shuffle, seed
-        super().__init__(is_validate)
+        super().__init__(uri, is_validate)
 
     def load(self) -> list[Item]:
         places = epoch_order(len(self._rows), self._seed, 0) if self._shuffle else range(len(self._rows))
         return [{**self._rows[place], "run_id": run} for place in places for run in range(self._repeat_n)]
 
 
-def read_items(uri: str, key: str) -> list[Item]:
-    """The rows of a file, each with `task_id` and `group_id`.
+class TorchDataLoader(FileDataLoader):
+    """The same, made with NexRL's section `data`: `data_files`, `rollout_repeat_n`, `shuffle` and `seed`."""
+
+    def __init__(self, config: Mapping[str, Any], is_validate: bool = False) -> None:
+        super().__init__(
+            ",".join(config["data_files"]),
+            repeat_n=config.get("rollout_repeat_n", 1),
+            shuffle=config.get("shuffle", False),
+            seed=config.get("seed", 42),
+            is_validate=is_validate,
+        )
+        self._config = config
+
+
+def read_items(uris: str, key: str) -> list[Item]:
+    """Return the rows of a file, or of several parted by commas, each with `task_id` and `group_id`.
 
     Raises:
-        ConfigError: the file cannot be read, holds no rows, or has another ending.
+        ConfigError: a file cannot be read, holds no rows, or has another ending.
         DataError: a line of it cannot be read.
     """
-    ending = uri.rpartition(".")[2]
-    if ending not in _READERS:
-        raise ConfigError(f"{key} is {uri!r}: a data file ends in .{', .'.join(_READERS)}.")
-    try:
-        with fsspec.open(uri, "rb") as file:
-            rows = _READERS[ending](file.read())
-    except DataError as error:
-        raise DataError(f"{key} is {uri!r}: {error}") from error
-    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
-        raise ConfigError(f"{key} is {uri!r}, which cannot be read: {error}") from error
-    return named_items(rows, key, uri)
+    return named_items([row for uri in uris.split(",") for row in read_rows(uri, key)], key, uris)
 
 
 def named_items(rows: Sequence[Any], key: str, uri: str) -> list[Item]:
-    """The rows with `task_id` and `group_id`: their own, or their number.
+    """Return the rows with `task_id` and `group_id`: their own, or their number, counted from 0.
 
     Raises:
-        ConfigError: there is none, one is no object, or two have the same `task_id`.
+        ConfigError: rows are missing, one is not an object, or a `task_id` is empty or repeated.
     """
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{key} is {uri!r}, which holds no rows, or rows that are no objects.")
-    named = [
-        {**row, "task_id": str(index if row.get("task_id") is None else row["task_id"])}
-        for index, row in enumerate(rows)
-    ]
-    if len({row["task_id"] for row in named}) < len(named):
-        raise ConfigError(f"{key} is {uri!r}, in which several rows have the same task_id.")
+    names = [f"row {number}" for number in range(1, len(rows) + 1)]
+    named = identified_rows(rows, names, str, f"{key} is {uri!r}")
     return [{"group_id": row["task_id"], **row} for row in named]
-
-
-def _lines(raw: bytes) -> list[Any]:
-    rows = []
-    for number, line in enumerate(raw.splitlines(), start=1):
-        try:
-            rows += [orjson.loads(line)] if line.strip() else []
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"line {number} is no JSON: {error}.") from error
-    return rows
-
-
-def _table(raw: bytes) -> list[Any]:
-    reader = csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline=""), restkey=_MORE)
-    rows = []
-    try:
-        for row in reader:
-            if more := row.pop(_MORE, None):
-                raise DataError(
-                    f"line {reader.line_num} has {len(more)} cells more than there are columns. Quote cells with commas."
-                )
-            rows.append(row)
-    except csv.Error as error:
-        raise DataError(
-            f"line {reader.reader.line_num} cannot be read: {error}. Cells may have {csv.field_size_limit()} characters; "
-            ".jsonl and .parquet have no such limit."
-        ) from error
-    return rows
-
-
-_READERS: dict[str, Callable[[bytes], list[Any]]] = {
-    "jsonl": _lines,
-    "csv": _table,
-    "parquet": lambda raw: parse_parquet(raw).to_pylist(),
-}

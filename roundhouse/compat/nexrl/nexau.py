@@ -1,13 +1,13 @@
-"""NexAU's agents, played from their own configuration file: `environment.worker: nexau`.
+"""NexAU's agents, played from their configuration files: `environment.worker: nexau`.
 
-Invariant: a key of the file does what it does in NexAU, or is refused by its name; nothing of it is passed over. The package
-nexau is not needed: model calls go to the run's policy, through the worker's client, so that each becomes a turn with its
-tokens; `observation` of the evaluation target is the trace, a tree of spans as NexAU's in-memory tracer dumps it.
+Invariant: each key of the file has NexAU's effect, or is refused by name. The package nexau is not needed: model calls
+go to the run's policy through the worker's client, so that each becomes a turn with its tokens. `observation` of the
+evaluation target is the trace, a tree of spans in the form of NexAU's in-memory tracer.
 
     type: agent
     name: research
     max_iterations: 10                          model calls of a rollout
-    max_context_tokens: 20000                   tokens of the conversation: the rollout ends truncated when it is as long
+    max_context_tokens: 20000                   tokens of the conversation: at this length the rollout ends truncated
     system_prompt: "Date: {{date}}. …"          its fields are those of the data item
     system_prompt_type: string                  or file, or jinja: a path from the agent's file
     tool_call_mode: openai
@@ -15,7 +15,7 @@ tokens; `observation` of the evaluation target is the trace, a tree of spans as 
     tools:
       - {name: web_search, yaml_path: ./tools/WebSearch.yaml, binding: "web_tool:web_search"}
 
-`model`, `base_url` and `api_key` of `llm_config` are those of the agent in production; in a run the policy answers.
+`model`, `base_url` and `api_key` of `llm_config` are for production; in a run the policy answers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import jsonschema
-import orjson
 import yaml
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
@@ -42,11 +41,12 @@ from roundhouse.compat.nexrl.base import (
     WorkerFailed,
 )
 from roundhouse.compat.nexrl.built_in import Span
-from roundhouse.environments.base import invalid_arguments, raised
-from roundhouse.errors import ConfigError, InfraError
+from roundhouse.environments.base import invalid_arguments, raised, read_arguments
+from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.imports import add_import_path, find_file, load_function
 from roundhouse.rollout.protocol import call_function
 from roundhouse.rollout.responses import tool_message
+from roundhouse.text_files import decode_text
 
 
 class _FilePart(BaseModel):
@@ -71,7 +71,8 @@ class AgentLlm(_FilePart):
 
 
 class AgentExtraBody(_FilePart):
-    """What NexRL's recipes ask of a server so that it can be trained on; the policy always answers so."""
+    """Keys by which NexRL's recipes ask a server for token IDs and log-probabilities; the policy always returns
+    these."""
 
     train_mode: Literal[True] = True
     include_stop_str_in_output: Literal[True] = True
@@ -127,7 +128,7 @@ class ToolFile(_FilePart):
 
 
 class BoundTool:
-    """A tool of the agent: what the model is shown, and the function that it calls."""
+    """A tool of the agent: its description for the model, and its function."""
 
     def __init__(self, tool: AgentTool, directory: Path, key: str) -> None:
         described = _read(ToolFile, directory / tool.yaml_path, f"{key}.yaml_path")
@@ -155,9 +156,9 @@ class BoundTool:
             InfraError: the function reports that its infrastructure failed.
         """
         try:
-            arguments = orjson.loads(text or "{}")
-        except orjson.JSONDecodeError as error:
-            return invalid_arguments(error).text
+            arguments = read_arguments(text or "{}")
+        except ValueError as error:
+            return invalid_arguments(text, error).text
         if (wrong := next(self._validator.iter_errors(arguments), None)) is not None:
             return json.dumps({"error": f"Invalid parameters: {wrong.message}"})
         try:
@@ -185,7 +186,7 @@ class NexAUAgent:
             raise ConfigError(f"{path}: stop_tools names {', '.join(sorted(unknown))}, which tools has not.")
         text = self.file.system_prompt
         if text is not None and self.file.system_prompt_type != "string":
-            text = find_file(text, f"{path}: system_prompt", [path.parent]).read_text()
+            text = _text(find_file(text, f"{path}: system_prompt", [path.parent]), f"{path}: system_prompt")
         self._prompt = None if text is None else SandboxedEnvironment(undefined=StrictUndefined).from_string(text)
 
     def first_messages(self, query: str, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -211,9 +212,16 @@ def read_agent(path: Path) -> NexAUAgent:
     return NexAUAgent(path)
 
 
+def _text(path: Path, key: str) -> str:
+    try:
+        return decode_text(path.read_bytes(), str(path))
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
 def _read(kind: type[FilePart], path: Path, key: str) -> FilePart:
     try:
-        return kind.model_validate(yaml.safe_load(path.read_text()))
+        return kind.model_validate(yaml.safe_load(_text(path, key)))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}.") from error
     except ValidationError as error:
@@ -234,19 +242,33 @@ class NexAURolloutWorker(BaseRolloutWorker):
     Args:
         nexau_agent_config_path: the agent's file: absolute, or relative to the workspace, NEXRL_PATH or the working directory.
         nexau_agent_workspace: directory from which the agent's tools are imported; unset: that of the file.
+        evaluator_module_path: class of the evaluator, if `environment.evaluator` does not name it.
         task_name: stands in the trace.
     """
 
+    calls_user_code = True
+
     def __init__(
         self,
-        llm: LlmClient,
+        llm: LlmClient | Mapping[str, Any],
         evaluator: Evaluator | None = None,
         *,
-        nexau_agent_config_path: str,
+        nexau_agent_config_path: str = "",
         nexau_agent_workspace: str | None = None,
+        evaluator_module_path: str | None = None,
         task_name: str = "",
     ) -> None:
+        """A subclass with the one argument `config` hands it on; it holds the same names.
+
+        Raises:
+            ConfigError: the agent's file is not named, or cannot be played.
+        """
         super().__init__(llm, evaluator)
+        if isinstance(llm, Mapping):
+            nexau_agent_config_path = llm.get("nexau_agent_config_path", "")
+            nexau_agent_workspace, task_name = llm.get("nexau_agent_workspace"), llm.get("task_name", "")
+        if not nexau_agent_config_path:
+            raise ConfigError("environment.parameters.nexau_agent_config_path is unset: name the agent's file.")
         bases = [] if nexau_agent_workspace is None else [nexau_agent_workspace]
         path = find_file(nexau_agent_config_path, "environment.parameters.nexau_agent_config_path", bases)
         add_import_path(nexau_agent_workspace or path.parent)

@@ -1,10 +1,10 @@
-"""NexRL's trajectory pool and batch: for a training loop of your own that takes trajectories as they come.
+"""NexRL's trajectory pool and batch, for a user's training loop that takes trajectories as they come.
 
-Invariants: a trajectory is handed out at most once, oldest first; a group is handed out whole; models (`model_tag`) share
-nothing; while the weights of a model are exchanged, what is put for it is answered "re-rollout" and not kept. A run of
-Roundhouse has its own record of groups (`rollout.group_size`, `asynchrony`); this is for loops of your own.
+Invariants: a trajectory is returned at most once, oldest first. A group is returned whole. Models (`model_tag`) share
+nothing. While the weights of a model are exchanged, its new trajectories are answered "re-rollout" and not kept. A run
+of Roundhouse records its groups by itself (`rollout.group_size`, `asynchrony`) and does not need this pool.
 
-    pool = TrajectoryPool(key_list=["task_id"], group_size=8, batch_size=64)
+    pool = TrajectoryPool({"key_list": ["task_id"], "group_size": 8, "batch_size": 64})            # or by keywords
     pool.put_trajectory({"task_id": "7*4+1", "tokens": […], "loss_mask": […], "reward": 1.0})      # "success"
     while (batch := pool.get_batch()) is not None: …                                               # 64, in whole groups
 
@@ -12,23 +12,27 @@ Roundhouse has its own record of groups (`rollout.group_size`, `asynchrony`); th
     key_list ["task_id"]            groups by one field, finished with group_size members
     key_list ["user", "session"]    groups within groups: the innermost are finished with group_size members
 
-`read_trajectories` gives the sequences of a complete validate stage in this form.
+`read_trajectories` returns the sequences of a complete validate stage in this form.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roundhouse.compat.nexrl.modules import NexRLModule, execute, read_section
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage, StageKind, read_table
 
+log = logging.getLogger(__name__)
 Trajectory = dict[str, Any]
+ModelTag = str
 BatchReady = Literal[
     "batch_size", "batch_size_reached", "loaded_batch_finished", "batch_size_reached_and_loaded_batch_finished"
 ]
@@ -43,45 +47,76 @@ _RULES: dict[str, Callable[[bool, bool], bool]] = {
 }
 
 
-class TrajectoryPool:
+_DEFAULTS = {"key_list": (), "group_size": 1, "batch_size": 1, "check_batch_ready_function": "batch_size"}
+
+
+class TrajectoryPool(NexRLModule):
     """A pool for each model tag, made when it is first named. Safe to use from any thread."""
 
-    def __init__(
-        self,
-        key_list: Sequence[str] = (),
-        group_size: int = 1,
-        batch_size: int = 1,
-        check_batch_ready_function: BatchReady = "batch_size",
-    ) -> None:
-        """
+    def __init__(self, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any) -> None:
+        """Make a pool.
+
+        Args:
+            config: `key_list`, `group_size`, `batch_size` and `check_batch_ready_function`, as in NexRL's section
+                `trajectory_pool`; or the key_list alone.
+            keys: the same as keyword arguments, which take precedence.
+
         Raises:
-            ConfigError: a size is below 1, a batch is no multiple of whole groups, or there is no such rule.
+            ConfigError: the configuration has another key, a size is below 1, a batch does not hold whole groups, or a
+                key_list or rule is invalid.
         """
+        given = dict(config) if isinstance(config, Mapping) else {"key_list": config}
+        section = read_section({**given, **keys}, _DEFAULTS, "TrajectoryPool")
+        key_list, rule = section["key_list"], section["check_batch_ready_function"]
+        group_size, batch_size = section["group_size"], section["batch_size"]
+        if isinstance(key_list, str) or not all(isinstance(key, str) for key in key_list):
+            raise ConfigError(
+                f"TrajectoryPool: key_list is {key_list!r}. Give a list of names of fields, such as [task_id]."
+            )
         if group_size < 1 or batch_size < 1 or (key_list and batch_size % group_size):
             raise ConfigError(
                 f"batch_size is {batch_size} and group_size {group_size}: both are at least 1, and with a key_list a batch is "
                 "whole groups. Set batch_size to a multiple of group_size."
             )
-        if check_batch_ready_function not in _RULES:
-            raise ConfigError(
-                f"check_batch_ready_function is {check_batch_ready_function!r}; there are {', '.join(_RULES)}."
-            )
+        if rule not in _RULES:
+            raise ConfigError(f"check_batch_ready_function is {rule!r}; there are {', '.join(_RULES)}.")
         self._keys, self._group_size = tuple(key_list), group_size
-        self._batch_size, self._rule = batch_size, _RULES[check_batch_ready_function]
+        self._batch_size, self._rule = batch_size, _RULES[rule]
         self._instances: dict[str, _Instance] = {}
         self._lock = threading.Lock()
+        self._controller: Any = None
+
+    def set_module_references(
+        self, dataloader: Any = None, weight_sync_controller: Any = None, activity_tracker: Any = None
+    ) -> None:
+        """Notify the controller of each batch that becomes ready."""
+        self._controller = weight_sync_controller
+        if activity_tracker is not None:
+            self.set_activity_tracker(activity_tracker)
 
     def put_trajectory(self, trajectory: Trajectory) -> str:
-        """Keep a trajectory: "success"; "fail" where it lacks a field of `key_list`; "re-rollout" while weights change."""
+        """Keep a trajectory and return "success"; "fail", and a warning, if it lacks a field of `key_list`; "re-rollout" while
+        weights change."""
+        tag = str(trajectory.get("model_tag") or DEFAULT_TAG)
         with self._lock:
-            instance = self._instance(str(trajectory.get("model_tag") or DEFAULT_TAG))
+            instance = self._instance(tag)
             if instance.locked:
                 return "re-rollout"
             instance.ended += 1
-            if any(trajectory.get(key) is None for key in self._keys):
+            if missing := [key for key in self._keys if trajectory.get(key) is None]:
+                log.warning("A trajectory without %s is not kept: key_list groups by it.", ", ".join(missing))
                 return "fail"
             instance.add(trajectory, tuple(trajectory[key] for key in self._keys), self._group_size)
-            return "success"
+            is_new = bool(instance.finished) and self._rule(*instance.state(self._batch_size)) and not instance.notified
+            instance.notified |= is_new
+            instance.notifying = is_new or instance.notifying
+        if is_new:
+            try:
+                self._notify(tag)
+            finally:
+                with self._lock:
+                    instance.notifying = False
+        return "success"
 
     def expect(self, count: int, model_tag: str = DEFAULT_TAG) -> None:
         """So many more trajectories were begun for the next batch (for `loaded_batch_finished`)."""
@@ -89,11 +124,11 @@ class TrajectoryPool:
             self._instance(model_tag).loaded += count
 
     def get_batch(self, batch_size: int | None = None, model_tag: str | None = None) -> Batch | None:
-        """The oldest finished trajectories of a model (None: of any), if the rule allows; all of them where a loaded batch is
-        short of what failed.
+        """Return the oldest finished trajectories of a model (None: of any), if the rule allows it; all of them if
+        failures made a loaded batch shorter.
 
         Raises:
-            ConfigError: with a key_list, `batch_size` is no multiple of the group size.
+            ConfigError: with a key_list, `batch_size` is not a multiple of the group size.
         """
         size = batch_size or self._batch_size
         if self._keys and size % self._group_size:
@@ -101,16 +136,24 @@ class TrajectoryPool:
         with self._lock:
             for tag in list(self._instances) if model_tag is None else [model_tag]:
                 instance = self._instances.get(tag)
-                if instance is not None and instance.finished and self._rule(*instance.state(size)):
-                    return Batch.from_trajectories(instance.take(size), tag)
-        return None
+                if instance is None or not instance.finished or instance.notifying:
+                    continue
+                if self._rule(*instance.state(size)):
+                    is_known = instance.notified
+                    batch = Batch.from_trajectories(instance.take(size), tag)
+                    break
+            else:
+                return None
+        if not is_known:  # it became ready together with an earlier batch
+            self._notify(tag)
+        return batch
 
     def get_batch_any(self, batch_size: int | None = None) -> Batch | None:
         """A batch of whichever model has one."""
         return self.get_batch(batch_size)
 
     def is_empty(self, model_tag: str | None = None) -> bool:
-        """Whether a model's pool, or all of them, hold nothing; one that was never named is empty."""
+        """Return whether a model's pool, or all pools, are empty; an unknown model's pool is empty."""
         with self._lock:
             found = self._instances.values() if model_tag is None else filter(None, [self._instances.get(model_tag)])
             return not any(instance.finished or instance.waiting for instance in found)
@@ -129,8 +172,17 @@ class TrajectoryPool:
         with self._lock:
             self._instance(model_tag).locked = False
 
+    def _notify(self, model_tag: str) -> None:
+        """Tell the controller of a ready batch; it locks the pool in this call."""
+        if self._controller is not None:
+            execute(self._controller.trajectory_pool_notify_batch_ready, model_tag)
+
     def _instance(self, model_tag: str) -> _Instance:
         return self._instances.setdefault(model_tag, _Instance())
+
+
+TrajectoryPoolInstance = TrajectoryPool
+"""NexRL's pool of one model: a pool that is given the trajectories of one `model_tag`."""
 
 
 @dataclass(slots=True)
@@ -143,7 +195,12 @@ class _Instance:
     locked: bool = False
     loaded: int = 0
     ended: int = 0
-    """Of what was loaded, what has been put, or has failed."""
+    """Number of loaded items that were put or have failed."""
+    notified: bool = False
+    """The controller knows of the batch that is ready, or is being told."""
+    notifying: bool = False
+    """The controller is being told. A batch taken now could be trained before its own notification, which would then lock the
+    pool for good."""
 
     def add(self, trajectory: Trajectory, path: tuple[Any, ...], group_size: int) -> None:
         if not path:
@@ -155,12 +212,15 @@ class _Instance:
             self.finished.extend(self.waiting.pop(path))
 
     def state(self, size: int) -> tuple[bool, bool]:
-        """Whether enough are finished, and whether all that was loaded has ended."""
+        """Return whether enough are finished, and whether all loaded items have ended."""
         return len(self.finished) >= size, 0 < self.loaded <= self.ended
 
     def take(self, size: int) -> list[Trajectory]:
-        self.loaded = self.ended = 0
-        return [self.finished.popleft() for _ in range(min(size, len(self.finished)))]
+        self.notified = False
+        batch = [self.finished.popleft() for _ in range(min(size, len(self.finished)))]
+        if not self.finished:  # else the rest of a loaded batch would wait for the next one, which may never come
+            self.loaded = self.ended = 0
+        return batch
 
 
 @dataclass
@@ -179,7 +239,7 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], model_tag: str = DEFAULT_TAG) -> Batch:
-        """A column for every field that any trajectory has; None where one lacks it."""
+        """Make a column for every field of any trajectory, with None for a missing value."""
         names = dict.fromkeys(name for trajectory in trajectories for name in trajectory)
         values = {name: [trajectory.get(name) for trajectory in trajectories] for name in names}
         return cls(values, {"batch_size": len(trajectories), "model_tag": model_tag})
@@ -194,6 +254,18 @@ class Batch:
     def to_dict(self) -> dict[str, Any]:
         """Values and metadata in one; metadata wins."""
         return {**self.values, **self.metadata}
+
+    def pad_to_world_size(self, world_size: int) -> Batch:
+        """Return the batch with its first rows repeated until `world_size` divides its size; `pad_size` counts them."""
+        import torch
+
+        size = len(self)
+        places = [index % size for index in range(size + -size % world_size)] if size else []
+        values = {
+            name: column[places] if isinstance(column, torch.Tensor) else [column[place] for place in places]
+            for name, column in self.values.items()
+        }
+        return Batch(values, {**self.metadata, "batch_size": len(places), "pad_size": len(places) - size})
 
     def to_nextrainer_batch(self) -> dict[str, Any]:
         """Tensors, other values and metadata apart."""
@@ -247,13 +319,13 @@ def _cut(data: Batch, fields: Sequence[str], kept: slice) -> Batch:
 
 
 def read_trajectories(uri: str, model_tag: str = DEFAULT_TAG) -> Iterator[Trajectory]:
-    """The training sequences of a complete validate stage, one trajectory each.
+    """Read the training sequences of a complete validate stage, one trajectory each.
 
     Args:
         uri: such as `<store>/runs/<run>/iterations/000003/validate`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a complete validate stage.
     """
     stage = Stage(Location(uri), kind=StageKind.VALIDATE, run_id="", iteration=0)
     if (reference := stage.reference()) is None:

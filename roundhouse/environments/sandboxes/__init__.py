@@ -1,11 +1,12 @@
-"""Sandboxes: a working directory in which a policy runs commands, and nothing else of the machine.
+"""Sandboxes: a working directory in which a policy runs commands, isolated from the machine.
 
 Invariants
-- A sandbox belongs to one rollout. It is released by `close`, and by its own time limit where nobody is left to close it.
-- What a command does is its own doing: a time limit, an output limit, a full disk or no more processes are parts of its
-  `CommandResult`, which the policy sees. Only a sandbox that cannot start, or is lost, is a failure of the infrastructure
+- A sandbox belongs to one rollout. `close` releases it, or its own time limit if nobody closes it.
+- Effects of a command belong to the command: a time limit, an output limit, a full disk or too many processes are parts
+  of its
+  `CommandResult`, which the policy sees. Only a sandbox that cannot start, or is lost, is an infrastructure failure
   (`SandboxUnavailable`, `SandboxKilled`, `SandboxOverloaded`): the rollout has no reward and is retried.
-- A command has no network, unless the configuration of a container says so, and writes nothing outside of the sandbox.
+- A command has no network, unless a container's configuration permits it, and writes only inside the sandbox.
 
     sandbox = new_sandbox(LocalSandbox())
     await sandbox.start()
@@ -13,8 +14,8 @@ Invariants
     await sandbox.run("wc -l notes/*")          ->   CommandResult(status=0, output="2 notes/a.txt\\n")
     await sandbox.close()
 
-A kind is a section in `roundhouse.config.sandboxes`, a class here, and a line in `KINDS`; one's own is `module:Class`. A kind
-inherits `ExecutedSandbox` and has three methods: `start`, `execute`, `close`.
+A kind is a plug-in of role `sandbox`: a section, and a class that is made with it; a custom one is `module:Class`. A
+kind inherits `ExecutedSandbox` and has three methods: `start`, `execute`, `close`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
-from roundhouse.config.sandboxes import (
-    ContainerSandbox,
-    CustomSandbox,
-    KubernetesSandbox,
-    LocalSandbox,
-    SandboxConfig,
-    SandboxSection,
-)
+from roundhouse import plugins
+from roundhouse.config.sandboxes import CustomSandbox, SandboxConfig, SandboxSection
 from roundhouse.config.secrets import resolved
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_class
@@ -49,25 +44,26 @@ VARIABLES = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONHASHSEED": "0",
 }
-"""Of every command, next to PATH: none of it is the machine's."""
+"""Environment variables of every command, in addition to PATH; none comes from the machine."""
 COMMAND = 'timeout -s KILL "$0" "$@" 2>&1; status=$?; kill -9 -1 2>/dev/null; exit "$status"'
-"""A script that runs a program for a time, and then ends all that it started: where there is nothing else of the same user."""
+"""A script that runs a program for a time, and then ends all its processes; for sandboxes without other processes of
+the user."""
 KILLED = (124, 137)
 """Exit statuses of `timeout` at its limit."""
 TREE_BYTES = 4 * 2**20
 """Most bytes of `read_files`, as an archive."""
 FILE_TIME = 1_700_000_000
-"""Of written files and the directories of the first ones, so that a listing looks the same in every rollout."""
+"""Modification time of written files and the first ones' directories, so that a listing is equal in every rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended."""
+    """Result of a command."""
 
     status: int
-    """Exit status; where a signal ended the command, 128 and its number, or its negative number."""
+    """Exit status; after a signal, 128 plus its number, or its negative number."""
     output: str
-    """What it wrote to stdout and stderr, as far as the limit allows."""
+    """Its stdout and stderr, up to the limit."""
     timed_out: bool = False
     """It was killed at its time limit."""
     truncated: bool = False
@@ -76,7 +72,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """As `CommandResult`, in bytes."""
+    """`CommandResult` in bytes."""
 
     status: int
     output: bytes
@@ -90,7 +86,7 @@ class FilesRefused(Exception):
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """What environments need of a sandbox."""
+    """The sandbox interface for environments."""
 
     async def start(self) -> None:
         """Begin; the working directory is empty.
@@ -118,11 +114,11 @@ class Sandbox(Protocol):
         """
 
     async def close(self) -> None:
-        """End every process of the sandbox and release what it holds. May be called twice, and without a start."""
+        """End every process of the sandbox and release its resources. May be called twice, and without a start."""
 
 
 class ExecutedSandbox(ABC):
-    """A sandbox whose files are reached by programs that run in it: `sh` and `tar`. One program runs at a time."""
+    """A sandbox whose files are accessed by programs that run in it: `sh` and `tar`. One program runs at a time."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self.limits = limits
@@ -142,25 +138,25 @@ class ExecutedSandbox(ABC):
     async def run(self, command: str) -> CommandResult:
         if "\0" in command:
             return CommandResult(2, "sh: a command has no NUL characters\n")
-        found = await self._one(["sh", "-c", command], b"", self.limits.output_bytes)
-        text = found.output.decode(errors="replace")
-        return CommandResult(found.status, text, found.timed_out, found.truncated)
+        execution = await self._one(["sh", "-c", command], b"", self.limits.output_bytes)
+        text = execution.output.decode(errors="replace")
+        return CommandResult(execution.status, text, execution.timed_out, execution.truncated)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise FilesRefused(f"{name!r} is no path in the working directory")
-        made, self._empty = archive(files, directories=self._empty), False
-        found = await self._one(["tar", "-xf", "-"], made, self.limits.output_bytes)
-        if found.status or found.timed_out:
-            raise FilesRefused(found.output.decode(errors="replace").strip() or "the files cannot be written")
+        content, self._empty = archive(files, directories=self._empty), False
+        execution = await self._one(["tar", "-xf", "-"], content, self.limits.output_bytes)
+        if execution.status or execution.timed_out:
+            raise FilesRefused(execution.output.decode(errors="replace").strip() or "the files cannot be written")
 
     async def read_files(self) -> dict[str, bytes]:
-        found = await self._one(["sh", "-c", "exec tar -cf - . 2>/dev/null"], b"", TREE_BYTES)
-        if found.truncated or found.timed_out:
+        execution = await self._one(["sh", "-c", "exec tar -cf - . 2>/dev/null"], b"", TREE_BYTES)
+        if execution.truncated or execution.timed_out:
             raise FilesRefused(f"the files of the working directory have more than {TREE_BYTES} bytes")
-        return regular_files(found.output)
+        return regular_files(execution.output)
 
     async def _one(self, arguments: Sequence[str], stdin: bytes, output_bytes: int) -> Execution:
         async with self._running:
@@ -168,14 +164,14 @@ class ExecutedSandbox(ABC):
 
 
 def archive(files: Mapping[str, bytes], *, directories: bool = False) -> bytes:
-    """The files as a tar archive.
+    """Return the files as a tar archive.
 
     Args:
-        directories: it holds theirs, too, after them, so that these have `FILE_TIME` as well. Those that a sandbox has already
-            would be given another mode.
+        directories: also add their directories, after them, so that these have `FILE_TIME` as well. Existing
+            directories of a sandbox would get another mode.
     """
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size, member.mtime, member.mode = len(content), FILE_TIME, 0o644
@@ -185,7 +181,7 @@ def archive(files: Mapping[str, bytes], *, directories: bool = False) -> bytes:
             member = tarfile.TarInfo(name)
             member.type, member.mtime, member.mode = tarfile.DIRTYPE, FILE_TIME, 0o755
             tar.addfile(member)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def regular_files(content: bytes) -> dict[str, bytes]:
@@ -194,19 +190,11 @@ def regular_files(content: bytes) -> dict[str, bytes]:
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
-                if member.isreg() and (found := tar.extractfile(member)) is not None:
-                    files[str(PurePosixPath(member.name))] = found.read()
+                if member.isreg() and (stream := tar.extractfile(member)) is not None:
+                    files[str(PurePosixPath(member.name))] = stream.read()
     except (tarfile.TarError, ValueError, EOFError):
         return {}
     return files
-
-
-KINDS: dict[type[SandboxSection], str] = {
-    LocalSandbox: "local:LocalProcess",
-    ContainerSandbox: "container:Container",
-    KubernetesSandbox: "kubernetes:ClaimedPod",
-}
-"""From a kind's configuration to its class in this package, whose argument it is."""
 
 
 def new_sandbox(config: SandboxConfig) -> Sandbox:
@@ -215,16 +203,27 @@ def new_sandbox(config: SandboxConfig) -> Sandbox:
     Raises:
         ConfigError: its class cannot be imported or made.
     """
-    key = "environment.sandbox"
-    if isinstance(config, CustomSandbox):
-        own: Any = load_class(config.target, Sandbox, f"{key}.target")
-        try:
-            made: Sandbox = own(config, **resolved(config.parameters))
-        except TypeError as error:
-            raise ConfigError(
-                f"{key}.parameters {config.parameters!r} do not fit {config.target}: {error}. They are the keyword arguments "
-                "of the class, after its section."
-            ) from error
-        return made
-    kind: Any = load_class(f"{__name__}.{KINDS[type(config)]}", Sandbox, f"{key}.kind")
-    return kind(config)
+    sandbox = plugins.factory("sandbox", config.kind)(config)
+    if isinstance(sandbox, Sandbox):
+        return sandbox
+    raise ConfigError(
+        f"environment.sandbox.kind is {config.kind}, whose plug-in makes a {type(sandbox).__name__} without the methods of "
+        "roundhouse.environments.sandboxes.Sandbox. Correct the plug-in."
+    )
+
+
+def load_custom(config: CustomSandbox) -> Sandbox:
+    """Make a sandbox of a user's own class.
+
+    Raises:
+        ConfigError: it cannot be imported or made.
+    """
+    own: Any = load_class(config.target, Sandbox, "environment.sandbox.target")
+    try:
+        sandbox: Sandbox = own(config, **resolved(config.parameters))
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.sandbox.parameters {config.parameters!r} do not fit {config.target}: {error}. They are the keyword "
+            "arguments of the class, after its section."
+        ) from error
+    return sandbox

@@ -1,13 +1,16 @@
 """A sandbox that is a container of Docker or Podman.
 
 Invariants
-- The container has no capability, gains no privilege, is not root, and has no network unless `network` says so. Its working
+- The container has no capability, gains no privilege, is not root, and has no network unless `network` permits it. Its
+  working
   directory and /tmp are in memory and count as its memory.
-- When a command ends, everything that it started is killed, as in a local sandbox.
-- A container ends by itself: its first process counts down the lifetime, and `--rm` removes it. The first sandbox of each later
-  process removes those whose owner is gone, or whose deadline is past all the same.
+- When a command ends, all its processes are killed, as in a local sandbox.
+- A container ends by itself: its first process counts down the lifetime, and `--rm` removes it. The first sandbox of
+  each later
+  process removes those whose owner is gone or whose deadline has passed.
 
-A failure of the command line program (the daemon is down, the container is gone) is the infrastructure's, never the policy's.
+A failure of the command line program (the daemon is down, the container is gone) is the infrastructure's, never the
+policy's.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ PROGRAMS = ("docker", "podman")
 OWNER, DEADLINE = "roundhouse.owner", "roundhouse.deadline"
 """Labels: `host/process id/its start`, and seconds since 1970."""
 GRACE_SECONDS = 60.0
-"""What the program and its daemon may take in addition to the command."""
+"""Time for the program and its daemon in addition to the command's."""
 COUNT_DOWN = (
     'end=$(($(date +%s) + $0)); while [ "$(date +%s)" -lt "$end" ]; do sleep "$((end - $(date +%s)))" & wait; done'
 )
-"""The first process: it collects ended processes, and goes on when the end of a command kills its `sleep`."""
+"""The first process: it collects ended processes, and continues when the end of a command kills its `sleep`."""
 
 
 class Container(ExecutedSandbox):
@@ -65,9 +68,9 @@ class Container(ExecutedSandbox):
     async def execute(self, arguments: Sequence[str], stdin: bytes, output_bytes: int) -> Execution:
         seconds = self.limits.command_seconds
         call = ["exec", "--interactive", self._name, "sh", "-c", COMMAND, f"{seconds:g}", *arguments]
-        begun = time.monotonic()
+        start = time.monotonic()
         status, output, errors = await self._call(call, stdin, output_bytes + 1)
-        elapsed = time.monotonic() - begun
+        elapsed = time.monotonic() - start
         truncated = len(output) > output_bytes
         if truncated:
             await self._call(["exec", self._name, "sh", "-c", "kill -9 -1"])
@@ -130,13 +133,13 @@ async def _exchange(process: asyncio.subprocess.Process, stdin: bytes, output_by
         asyncio.create_task(_feed(process.stdin, stdin)),
         asyncio.create_task(process.stderr.read(2**16)),
     )
-    found = bytearray()
-    while len(found) < output_bytes and (more := await process.stdout.read(output_bytes - len(found))):
-        found += more
-    if len(found) == output_bytes:
+    output = bytearray()
+    while len(output) < output_bytes and (more := await process.stdout.read(output_bytes - len(output))):
+        output += more
+    if len(output) == output_bytes:
         process.kill()
     await writing
-    return bytes(found), await errors
+    return bytes(output), await errors
 
 
 async def _feed(pipe: asyncio.StreamWriter, content: bytes) -> None:
@@ -163,15 +166,15 @@ def run_arguments(config: ContainerSandbox, name: str, owner: str, now: float) -
         "--pull": "never",
         "--entrypoint": "sh",
     } | ({"--runtime": config.runtime} if config.runtime is not None else {})
-    made = ["run", "--detach", "--rm", *(["--read-only"] if config.read_only else [])]
-    made += [part for option in options.items() for part in option]
+    arguments = ["run", "--detach", "--rm", *(["--read-only"] if config.read_only else [])]
+    arguments += [part for option in options.items() for part in option]
     for label, value in ((OWNER, owner), (DEADLINE, str(int(now + config.lifetime_seconds)))):
-        made += ["--label", f"{label}={value}"]
+        arguments += ["--label", f"{label}={value}"]
     for directory in (WORK, "/tmp"):
-        made += ["--tmpfs", f"{directory}:rw,exec,nosuid,nodev,size={config.disk_mib}m,mode=1777"]
+        arguments += ["--tmpfs", f"{directory}:rw,exec,nosuid,nodev,size={config.disk_mib}m,mode=1777"]
     for variable, value in VARIABLES.items():
-        made += ["--env", f"{variable}={value}"]
-    return [*made, config.image, "-c", COUNT_DOWN, str(int(config.lifetime_seconds))]
+        arguments += ["--env", f"{variable}={value}"]
+    return [*arguments, config.image, "-c", COUNT_DOWN, str(int(config.lifetime_seconds))]
 
 
 @functools.cache
@@ -181,17 +184,17 @@ def find_program(named: str | None) -> str:
     Raises:
         SandboxUnavailable: none does.
     """
-    found = []
+    problems = []
     for program in PROGRAMS if named is None else (named,):
         if shutil.which(program) is None:
-            found.append(f"{program} is not installed")
+            problems.append(f"{program} is not installed")
             continue
-        asked = subprocess.run([program, "info"], capture_output=True, text=True, timeout=GRACE_SECONDS)
-        if not asked.returncode:
+        probe = subprocess.run([program, "info"], capture_output=True, text=True, timeout=GRACE_SECONDS)
+        if not probe.returncode:
             return program
-        found.append(f"{program} does not work: {(asked.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+        problems.append(f"{program} does not work: {(probe.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
     raise SandboxUnavailable(
-        f"environment.sandbox.kind is container, but {'; '.join(found)}. Install Docker or Podman for the user of the "
+        f"environment.sandbox.kind is container, but {'; '.join(problems)}. Install Docker or Podman for the user of the "
         "collector, or set environment.sandbox.kind to local or kubernetes."
     )
 
@@ -202,7 +205,8 @@ def owner() -> str:
 
 
 def is_abandoned(label: str, deadline: str, now: float) -> bool:
-    """Whether nobody will close the container of these labels: its owner on this machine is gone, or its time is over."""
+    """Return whether nobody will close the container of these labels: its owner on this machine is gone, or its time
+    is over."""
     host, pid, started = label.split("/")
     if host == socket.gethostname():
         try:
@@ -225,5 +229,5 @@ def remove_abandoned(program: str) -> None:
 
 
 def _output(*command: str) -> str:
-    """What it writes; of a list whose containers may vanish meanwhile, its status says nothing."""
+    """Return its output. The status of a list is ignored, because listed containers may vanish."""
     return subprocess.run(command, capture_output=True, text=True, timeout=GRACE_SECONDS).stdout

@@ -1,11 +1,13 @@
 """A sandbox that is a pod of a warm pool, by the resources of kubernetes-sigs/agent-sandbox.
 
 Invariants
-- A sandbox is a SandboxClaim (`extensions.agents.x-k8s.io/v1beta1`). The claim has a shutdown time, at which the controller
-  deletes it with its pod: a collector that is killed leaves no pod beyond that.
-- What confines the pod (its runtime class, network policy, user, memory) is its SandboxTemplate's; `runtime_class` is compared
-  with the pod before anything runs in it.
-- When a command ends, everything that it started is killed, as in a local sandbox.
+- A sandbox is a SandboxClaim (`extensions.agents.x-k8s.io/v1beta1`). The claim has a shutdown time, at which the
+  controller
+  deletes it with its pod, even if the collector was killed.
+- Its SandboxTemplate confines the pod (runtime class, network policy, user, memory); `runtime_class` is compared with
+  the pod
+  before anything runs in it.
+- When a command ends, all its processes are killed, as in a local sandbox.
 
 Commands run by `exec` of the API server; each is a websocket, read frame by frame up to the limit of output.
 """
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
 GROUP, VERSION, CLAIMS, SANDBOXES = "extensions.agents.x-k8s.io", "v1beta1", "sandboxclaims", "sandboxes"
 CORE_GROUP = "agents.x-k8s.io"
 POD_NAME = "agents.x-k8s.io/pod-name"
-"""Annotation of a Sandbox whose pod was adopted from the pool; another's pod has the Sandbox's name."""
+"""Annotation of a Sandbox whose pod was adopted from the pool; other pods have the Sandbox's name."""
 CALL_SECONDS, POLL_SECONDS, GRACE_SECONDS = 30.0, 0.2, 60.0
 CALLS = 64
 """Requests and commands at once, of all sandboxes of a process."""
 STDIN, STDOUT, ERROR = 0, 1, 3
-"""Channels of an exec; the first byte of each frame. Others say nothing of interest, such as that a channel was closed."""
+"""Channels of an exec; the first byte of each frame. Others are ignored, such as notices of a closed channel."""
 
 
 class ClaimedPod(ExecutedSandbox):
@@ -58,21 +60,21 @@ class ClaimedPod(ExecutedSandbox):
         self._pod = await self._wait()
         if self._config.runtime_class is not None:
             pod = await self._get("get a pod", f"/api/v1/namespaces/{self._namespace}/pods/{self._pod}")
-            if (found := pod["spec"].get("runtimeClassName")) != self._config.runtime_class:
+            if (runtime_class := pod["spec"].get("runtimeClassName")) != self._config.runtime_class:
                 raise SandboxUnavailable(
                     f"environment.sandbox.runtime_class is {self._config.runtime_class}, but pods of the warm pool "
-                    f"{self._config.warm_pool} have {found}. Set runtimeClassName in its SandboxTemplate."
+                    f"{self._config.warm_pool} have {runtime_class}. Set runtimeClassName in its SandboxTemplate."
                 )
 
     async def execute(self, arguments: Sequence[str], stdin: bytes, output_bytes: int) -> Execution:
         seconds = self.limits.command_seconds
-        given = f"head -c {len(stdin)} | " if stdin else ""  # older servers know no end of stdin
-        script = f"cd {WORK} || exit 125; {given}{COMMAND}"
+        input_prefix = f"head -c {len(stdin)} | " if stdin else ""  # older servers know no end of stdin
+        script = f"cd {WORK} || exit 125; {input_prefix}{COMMAND}"
         variables = [f"{name}={value}" for name, value in VARIABLES.items()]
         command = ["env", *variables, "sh", "-c", script, f"{seconds:g}", *arguments]
-        begun = time.monotonic()
+        start = time.monotonic()
         status, output = await _in_thread(self._exec, command, stdin, output_bytes + 1)
-        elapsed = time.monotonic() - begun
+        elapsed = time.monotonic() - start
         truncated = status is None
         if truncated:
             await _in_thread(self._exec, ["sh", "-c", "kill -9 -1"], b"", 100)
@@ -133,8 +135,8 @@ class ClaimedPod(ExecutedSandbox):
                 raise
 
     async def _get(self, doing: str, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = await _in_thread(self._call, doing, self._request, "GET", path)
-        return found
+        reply: dict[str, Any] = await _in_thread(self._call, doing, self._request, "GET", path)
+        return reply
 
     def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         client = connect(self._config.context)
@@ -147,11 +149,11 @@ class ClaimedPod(ExecutedSandbox):
             from kubernetes.client.exceptions import ApiException
 
             raise ApiException(status=answer.status, reason=answer.data.decode(errors="replace")[:500])
-        found: dict[str, Any] = json.loads(answer.data)
-        return found
+        reply: dict[str, Any] = json.loads(answer.data)
+        return reply
 
     def _call(self, doing: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the API server, whose refusal says what to look at."""
+        """Call the API server; a refusal becomes an error with a hint."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -168,7 +170,7 @@ class ClaimedPod(ExecutedSandbox):
             raise SandboxUnavailable(f"The API server does not answer: {type(error).__name__}: {error}.") from error
 
     def _exec(self, command: Sequence[str], stdin: bytes, output_bytes: int) -> tuple[int | None, bytes]:
-        """Exit status and output of a command in the pod; no status where it wrote more than the limit.
+        """Return exit status and output of a command in the pod; no status if the output exceeds the limit.
 
         Raises:
             SandboxKilled: the pod is gone, or the connection broke.
@@ -208,7 +210,7 @@ def _read(connection: Any, output_bytes: int, deadline: float) -> tuple[int | No
     """Frames of an exec until its status or the limit."""
     from websocket import WebSocketTimeoutException
 
-    found = bytearray()
+    output = bytearray()
     while True:
         if (left := deadline - time.monotonic()) <= 0:
             raise WebSocketTimeoutException("the time is over")
@@ -218,15 +220,15 @@ def _read(connection: Any, output_bytes: int, deadline: float) -> tuple[int | No
         if not content:
             raise ValueError("it was closed without a status")
         if content[0] == STDOUT:
-            found += content[1:]
-            if len(found) >= output_bytes:
-                return None, bytes(found)
+            output += content[1:]
+            if len(output) >= output_bytes:
+                return None, bytes(output)
         elif content[0] == ERROR:
             status = json.loads(content[1:])
             if status["status"] == "Success":
-                return 0, bytes(found)
+                return 0, bytes(output)
             [code] = [each["message"] for each in status["details"]["causes"] if each["reason"] == "ExitCode"]
-            return int(code), bytes(found)
+            return int(code), bytes(output)
 
 
 @functools.cache

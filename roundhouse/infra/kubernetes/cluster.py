@@ -1,14 +1,14 @@
-"""Calls of a cluster's API server, and what a run has there (`OwnedResources`): made once, found again by its name.
+"""Calls of a cluster's API server, and a run's objects there (`OwnedResources`): made once, found again by name.
 
-Invariant: every call has a time limit and is counted. What may pass by itself (429, 500, 502 to 504, a create that met another
-write of its quota, a broken connection, a server that restarts) is repeated with back-off until `patience_seconds` are over;
-callers choose names so that a repeated create finds its own object. What will not pass is an error that says which right or
-object is missing.
+Invariant: every call has a time limit and is counted. Errors that may pass (429, 500, 502 to 504, a create that met
+another write of its quota, a broken connection, a restarting server) are retried with back-off until `patience_seconds`
+are over; callers choose names so that a repeated create finds its own object. Other errors name the missing right or
+object.
 
-The official client carries credentials, TLS and token renewal; bodies are plain JSON, as manifests are.
+The official client provides credentials, TLS and token renewal; bodies are plain JSON, as manifests are.
 
-An object is this run's exactly when it carries the run's uid and the digest of what it is to do. A second attempt, also after a
-crash, finds the first one's; an object that has the name by accident is refused, never touched.
+An object belongs to this run exactly if it carries the run's uid and the digest of its work. A second attempt, also
+after a crash, finds the first one's; another object of the name is refused, never touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from roundhouse.config.kubernetes import KubernetesInfra
+from roundhouse.config.kubernetes import IN_CLUSTER_NAMESPACE, KubernetesInfra
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.infra.kubernetes.names import LABEL
 from roundhouse.retry import Backoff
@@ -44,11 +44,10 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 _CONTENDED = "Conflict"
 """Reason of a 409 of a create that met another write of its namespace's quota; a name that is taken is `AlreadyExists`."""
 _BACKOFF = Backoff(0.2, longest=15.0, spread=0.5)
-IN_CLUSTER_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class ApiRefused(Exception):
-    """An answer that is no success and will not become one; for the caller to understand."""
+    """A final error answer; the caller interprets it."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -223,8 +222,8 @@ def connect(infra: KubernetesInfra) -> Cluster:
             f"infra.kind is kubernetes, but no cluster is configured here: {error}. Set KUBECONFIG, or infra.context to one of "
             "its contexts; in a pod, mount the token of a service account."
         ) from error
-    settings.retries = False  # repeated here, where it is counted
-    settings.connection_pool_maxsize = 512  # kept, not opened: each shard's Job has a log of its own
+    settings.retries = False  # retried here, with a count
+    settings.connection_pool_maxsize = 512  # kept, not opened: each shard's Job has a separate log
     return Cluster(client.ApiClient(settings), patience_seconds=infra.api_outage_seconds)
 
 
@@ -258,7 +257,7 @@ def _kind(path: str) -> str:
 
 
 class Owned(Protocol):
-    """What belongs to a run (`stage_jobs.StageJob`)."""
+    """Objects of a run (`stage_jobs.StageJob`)."""
 
     def run_object(self) -> Object: ...
     def run_service(self, owner: Object) -> Object | None: ...
@@ -278,7 +277,7 @@ class OwnedResources:
         return f"{prefix}/{version}/namespaces/{self._namespace}/{plural}"
 
     def owner(self, plan: Owned) -> Object:
-        """The run's ConfigMap, which owns the rest, made once, with the headless Service where ranks need one."""
+        """Return the run's ConfigMap, which owns the rest, made once, with the headless Service if ranks need one."""
         wanted = plan.run_object()
         name = wanted["metadata"]["name"]
         with self._owning:  # of many Jobs that begin together, one asks
@@ -290,7 +289,8 @@ class OwnedResources:
             return self._owners[name]
 
     def flow(self) -> Object | None:
-        """What a flow in a pod of the namespace ends with: the Job of its pod, else the pod; None for a flow elsewhere."""
+        """Return the owner of a flow in a pod of the namespace: the Job of its pod, else the pod; None for a flow
+        elsewhere."""
         selector = f"metadata.name={socket.gethostname()}"
         for pod in self._cluster.get(self.path("v1", "pods"), fieldSelector=selector).get("items") or []:
             for owner in pod["metadata"].get("ownerReferences") or []:

@@ -1,17 +1,17 @@
-"""One Job from its creation, or the finding of it, to its end.
+"""One Job from its creation or discovery to its end.
 
-Invariant: for one piece of work (`StageIdentity`) at most one Job is under way. Whoever asks creates it or finds it by its
-name: a flow that died and came back finds its own and waits on. A Job that failed keeps its name, its pods and their logs
-until its time to live is over; the next try is the next number.
+Invariant: for one piece of work (`StageIdentity`) at most one Job is running. A caller creates it or finds it by its
+name: a restarted flow finds its own and continues to wait. A failed Job keeps its name, its pods and their logs until
+its time to live is over; the next try has the next number.
 
     create ── 201 ──────────────> watch ──> Complete ──> number
        │                            │
-       └─ 409: ours, under way ─────┤ ──> Failed ──> DataError, ConfigError, InfraError with what happened
+       └─ 409: ours, under way ─────┤ ──> Failed ──> DataError, ConfigError, InfraError with the cause
           ours, complete ───────────┘ ──> cancelled, no node, no image ──> deleted with its pods, then the error
           ours, failed ──> next number
           another's ─────> ConfigError
 
-Leaving by any exception but a failure of the API server itself deletes the Job and waits until its pods are gone.
+Leaving by any exception except a failure of the API server deletes the Job and waits until its pods are gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Object = dict[str, Any]
 Say = Callable[[str], None]
 
 STOP_SECONDS = 0.5
-"""How often a waiting caller checks whether the Job is still wanted."""
+"""Interval at which a waiting caller checks whether the Job is still wanted."""
 MOST_TRIES = 50
 """Numbers that are looked through; a Job's time to live frees them."""
 GONE_SECONDS = 120.0
@@ -80,13 +80,14 @@ class RunJobs:
         left: Callable[[int], bool] = lambda number: True,
         stopped: threading.Event | None = None,
     ) -> int:
-        """Bring the Job to its end; returns the number of the try that succeeded.
+        """Run the Job to its end and return the number of the successful try.
 
         Args:
-            say: given the log of the first pod, and of each that replaces it, line by line, and what the Job waits for.
-            prepare: called with a try's number before its Job may be created; called again for one that is found.
-            told: the error that the process of a try left behind, where it ended by itself.
-            left: whether a try that is found finished has its result still there; without it the next number is tried.
+            say: receives the log of the first pod and its replacements, line by line, and the reasons for waiting.
+            prepare: called with a try's number before its Job may be created; called again for a discovered one.
+            told: returns the error that a try's process stored.
+            left: returns whether the result of a discovered finished try still exists; otherwise the next number is
+                tried.
             stopped: once set, the Job is not wanted any more.
 
         Raises:
@@ -115,10 +116,10 @@ class RunJobs:
             self._pods.forget(uid)
 
     def end_others(self, annotations: dict[str, str], wanted: Container[str]) -> None:
-        """Delete the running Jobs with these annotations that are no longer wanted.
+        """Delete running Jobs with these annotations that are not wanted any more.
 
         Args:
-            wanted: digests of what is (`StageIdentity`).
+            wanted: digests of the wanted ones (`StageIdentity`).
         """
         self._jobs.listed.wait(self._cluster.patience_seconds)
         others = []
@@ -183,14 +184,12 @@ class RunJobs:
                         log.finish(5)
                     return number
                 if isinstance(outcome, Failed):
-                    if log is not None:
-                        log.finish(5)
                     raise _Over(self._explained(plan.keys, job, pods, lambda: told(number)))
                 if outcome.text != said:
                     said = outcome.text
                     say(f"Job {name}: {said}")
                 if not pods and not outcome.queued and deadlines.is_time_for_events(time.monotonic()):
-                    self._tell_events(uid, say, deadlines)  # before it is given up, however late this look is
+                    self._tell_events(uid, say, deadlines)  # before it is aborted, however late this check is
                 seconds = deadlines.left(outcome, bool(pods), time.monotonic())
                 _pause(changed, stopped, deadlines.next_look(seconds))
         except _Over:
@@ -209,14 +208,14 @@ class RunJobs:
                 if isinstance(watched.failure, InfraError):
                     raise _ServerAway(str(watched.failure))
                 raise watched.failure
-        gone = self._jobs.is_gone(uid)  # asked first: what is gone stays as it is
+        gone = self._jobs.is_gone(uid)  # checked first: a deleted one stays deleted
         known = self._jobs.last(uid) or known
         if gone and isinstance(judge(known, []), Waiting):
             raise _Over(InfraError(f"Job {name} was deleted by somebody else. A new attempt creates it again."))
         return known, _oldest_first(self._pods.owned_by(uid))
 
     def _log(self, followed: PodLog | None, pods: list[Object], say: Say) -> PodLog | None:
-        """That of the newest first pod that has started; the one followed so far is finished when there is another."""
+        """Return the log of the newest started first pod; a followed older one is finished first."""
         for pod in reversed(pods):
             name = pod["metadata"]["name"]
             first = pod["metadata"].get("annotations", {}).get(INDEX, "0") == "0"
@@ -250,7 +249,7 @@ class RunJobs:
         error = told() if failed.by_exit_code else None
         if error is not None and (int(job["spec"].get("completions") or 1) == 1 or not isinstance(error, InfraError)):
             return error
-        if error is not None:  # a peer's end may be what it is about: the pod is named that ended first
+        if error is not None:  # a peer's end may be its cause: name the pod that ended first
             return InfraError(f"Pod {failed.pod} ended, and a rank said: {error}")
         if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
             return failed.error
@@ -259,7 +258,7 @@ class RunJobs:
         return type(failed.error)(f"{failed.error} The last it said: {said}") if said else failed.error
 
     def _tell_events(self, uid: str, say: Say, deadlines: JobDeadlines) -> None:
-        """Why there is no pod: a quota, an admission webhook, Pod Security."""
+        """Log why no pod exists: a quota, an admission webhook, Pod Security."""
         try:
             selector = f"involvedObject.uid={uid},type=Warning"
             events = self._cluster.get(self._own.path("v1", "events"), fieldSelector=selector).get("items") or []
@@ -307,7 +306,7 @@ class RunJobs:
 
 
 def is_under_way(job: Object) -> bool:
-    """Whether a Job is still running, unless it is being deleted."""
+    """Return whether a Job is running and not being deleted."""
     return not job["metadata"].get("deletionTimestamp") and isinstance(judge(job, []), Waiting)
 
 
@@ -319,7 +318,7 @@ def _pause(changed: threading.Event, stopped: threading.Event | None, seconds: f
     """Wait for a change.
 
     Raises:
-        Unwanted: told to stop.
+        Unwanted: the caller stopped it.
     """
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:

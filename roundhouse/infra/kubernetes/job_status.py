@@ -1,15 +1,17 @@
-"""What a Job's and its pods' status mean, and how long each state may last: no calls, and no clock but in `JobDeadlines`.
+"""Interpretation of a Job's and its pods' status, and time limits of each state: no calls, and no clock but in
+`JobDeadlines`.
 
-Invariant: a Job has failed by its own conditions alone; its pods only say why, and what it waits for. It has succeeded when it
-says so, or as soon as each of its indexes has a pod that ended with 0: node and Job controller take two seconds to say it.
-Each failure is the error of the kind that decides about a retry, with what a person can do.
+Invariant: only a Job's own conditions make it failed; its pods give the cause, and the reason for waiting. It has
+succeeded by its condition, or as soon as each of its indexes has a pod that ended with 0, because node and Job
+controller take two seconds to report it. Each failure is the error of the kind that decides about a retry, with the
+remedy.
 
     cause                                   error         repeated
     evicted, preempted, drained, node lost  InfraError    yes
     no node for the pod, deadline           InfraError    yes
     exit 75, killed by a signal             InfraError    yes
     out of memory of a training step        ConfigError   no: the same step needs the same memory
-    out of memory of a shard                InfraError    yes: another try resumes from what it had written
+    out of memory of a shard                InfraError    yes: another try resumes from its stored rollouts
     image or secret that is not there       ConfigError   no
     exit 65, 74, 78                         DataError, StoreError, ConfigError
 """
@@ -45,7 +47,7 @@ _START_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunCont
 
 
 class _Rank(IntEnum):
-    """Which of several pods' failures is the cause of the others."""
+    """Order of pods' failures by which one is the cause of the others."""
 
     DISRUPTION, OUT_OF_MEMORY, TOLD, SIGNAL, OTHER = range(5)
 
@@ -57,7 +59,7 @@ class Waiting:
     text: str
     """One line for a person; changes when something changed."""
     problem: RoundhouseError | None = None
-    """What it will fail with when this lasts."""
+    """Error of the Job if this state lasts."""
     pending: bool = False
     """Not all of its pods have a node yet."""
     queued: bool = False
@@ -75,7 +77,7 @@ class Failed:
 
     error: RoundhouseError
     pod: str | None = None
-    """The one that failed first, whose last lines say more."""
+    """The pod that failed first, whose last lines have the details."""
     by_exit_code: bool = False
     """The process ended by itself, so that it may have left its own message."""
 
@@ -131,7 +133,7 @@ def _ended_well(pod: Status) -> bool:
 
 
 def _cause(pod: Status, keys: PodKeys) -> tuple[_Rank, str, Failed] | None:
-    """Why a pod failed, with what orders it among its peers; None for one that did not."""
+    """Return the cause of a pod's failure, with its rank among its peers; None for one that did not fail."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     ends = [
         state
@@ -207,7 +209,7 @@ def _waiting(job: Status, pods: Sequence[Status], keys: PodKeys) -> Waiting:
 
 
 def _pending(pod: Status, keys: PodKeys) -> Waiting | None:
-    """What keeps a pod that has not started; None when it is only on its way."""
+    """Return the obstacle of a pod that has not started; None while it is starting normally."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -236,11 +238,11 @@ SLACK_SECONDS = 120.0
 
 
 class JobDeadlines:
-    """How long each state of a Job may last.
+    """Time limits of a Job's states.
 
-    Invariant: every wait ends: for a queue, for nodes, for a container to start, for the Job itself, each by a key of the
-    configuration that the error names. Time in the queue counts for nothing else, and time at work not as time in the queue:
-    a queue may suspend a running Job again, whose deadline Kubernetes begins anew when it is resumed.
+    Invariant: every wait ends: for a queue, for nodes, for a container's start, for the Job itself, each by a
+    configuration key that the error names. Time in the queue and time at work are counted separately: a queue may
+    suspend a running Job again, whose deadline Kubernetes restarts on resumption.
     """
 
     def __init__(self, plan: StageJob) -> None:
@@ -248,12 +250,12 @@ class JobDeadlines:
         self._began = time.monotonic()
         """When its time outside the queue began: when it was last seen in there, if it ever was."""
         self._queued = 0.0
-        """How long it was in the queue, all its stays together."""
+        """Total time in the queue."""
         self._in_queue = True
         self._problem_since: float | None = None
         self._asked = False
         self.event = ""
-        """What the cluster said about the missing pods."""
+        """The cluster's message about the missing pods."""
 
     def left(self, waiting: Waiting, has_pods: bool, now: float) -> float:
         """Seconds until the present state must have changed.
@@ -296,7 +298,7 @@ class JobDeadlines:
         return True
 
     def next_look(self, seconds: float) -> float:
-        """When to look again at the latest, given what `left` said."""
+        """Return the latest time of the next check, from the result of `left`."""
         return min(seconds, NO_POD_SECONDS)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Names and labels of what a run has on a cluster.
+"""Names and labels of a run's objects on a cluster.
 
-Invariant: a name is a function of the run, the iteration, the stage and what the stage is to do, so a stage that is tried again
-finds its own. Two runs never share a name, because each has the run's uid in it.
+Invariant: a name is a function of the run, the iteration, the stage and the stage's work, so a retried stage finds its
+own. Two runs never share a name, because each contains the run's uid.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class StageIdentity:
     iteration: int
     stage: str
     digest: str
-    """Of everything that the stage depends on: another digest is another Job."""
+    """Digest of all the stage's dependencies: another digest is another Job."""
     shard: str = ""
-    """Which part of the stage, where several Jobs do it."""
+    """Its part of the stage, if several Jobs share it."""
     extra: Mapping[str, str] = field(default_factory=dict, compare=False)
     """The run's own labels (`tracking.labels`), which select nothing."""
 
@@ -49,7 +49,7 @@ class StageIdentity:
         }
 
     def annotations(self) -> dict[str, str]:
-        """Distinguishes a Job of this work from one that has its name by accident."""
+        """Distinguishes a Job of this work from another one of its name."""
         return {f"{LABEL}digest": self.digest}
 
     def about(self) -> dict[str, str | int]:
@@ -79,6 +79,11 @@ def component_labels(component: str) -> dict[str, str]:
 def run_object_name(run_id: str, run_uid: str) -> str:
     """Name of the run's ConfigMap, which owns the rest, and of its headless Service."""
     return f"rh-{dns_label(run_id, 40)}-{run_uid[:6]}"
+
+
+def engine_name(run_id: str, run_uid: str) -> str:
+    """Name of the run's own RayService; KubeRay makes longer ones of it and takes at most 47 characters."""
+    return f"rh-{dns_label(run_id, 24)}-{run_uid[:6]}-engine"
 
 
 def server_label(name: str) -> str:

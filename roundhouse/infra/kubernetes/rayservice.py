@@ -1,41 +1,54 @@
-"""The engine as a RayService: what is wanted of it is written to its `serveConfigV2`, and KubeRay hands it to Serve.
+"""The engine as a RayService: the desired state is written to its `serveConfigV2`, and KubeRay passes it to Serve.
 
-Invariant: a refit changes the policy's `user_config` and nothing else of the RayService, so no pod is replaced and no cluster
-is made. `ensure` returns only when KubeRay says that the application runs, and every replica has said itself that it answers
-with the wanted version; what a replica that starts later wants is the same text.
+Invariant: a refit changes only the policy's `user_config` in the RayService, so no pod is replaced and no cluster is
+made. `ensure` returns only after KubeRay reports that the application runs, and every replica has confirmed the wanted
+version; a replica that starts later reads the same text.
 
-    get ──> whose is it? ──> apply serveConfigV2 ──> watch: KubeRay's word ──┐
-                                 ^      409: somebody was quicker      ask: replicas' own word ──> all there
+    get ──> owner? ──> apply serveConfigV2 ──> watch: KubeRay's report ──┐
+                                 ^      409: another write was first    ask: replicas' own reports ──> all present
                                  └─────────────┘                             └──> failed, refused, no operator: the error
 
-A RayService serves one run. It is annotated with the run's name, and another run is refused until that one has finished:
-versions are numbers, and a number of another run would be taken for the own.
+A RayService serves one run. It is annotated with the run's name, and another run is refused until that one has
+finished, because versions are plain numbers. Without `infra.engine.ray_service` the run makes its own RayService, which
+the run's ConfigMap owns. `release` removes the replicas, and the autoscaler the nodes.
 
-In `serveConfigV2`, only the policy's application is ours; everything else in the text stays. What is written is equal to
-what Serve receives: KubeRay reads the text into Go's values and writes it again, in which every number is a float64, so
-
-    300.0 arrives as 300      1763760000123456789 arrives as 1763760000123456800
+KubeRay ignores a changed template of a living cluster (`upgradeStrategy: None`: no GPUs for two clusters). A write to
+the RayService therefore first checks for a cluster of another template, and deletes it:
+KubeRay makes a new one. The digest of the checked template is an annotation, so each template replaces a cluster at
+most once.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from roundhouse.activity import announce
 from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, DeploymentFailed, InfraError, StoreError
 from roundhouse.generation import deployment
-from roundhouse.generation.deployment import last_lines
-from roundhouse.generation.serve_app import APPLICATION
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, connect, explained
-from roundhouse.infra.kubernetes.names import LABEL, label_value
+from roundhouse.generation.silence import SilenceWatch, SilentReplica
+from roundhouse.infra.kubernetes import stage_pod
+from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster, OwnedResources, connect, explained
+from roundhouse.infra.kubernetes.names import LABEL, StageIdentity, engine_name, label_value, run_labels
+from roundhouse.infra.kubernetes.ray_template import differences, template_digest
+from roundhouse.infra.kubernetes.serve_config import (
+    Told,
+    application_in,
+    as_handed_on,
+    exact_request,
+    told,
+    with_application,
+)
 from roundhouse.infra.kubernetes.watching import Watched
 from roundhouse.retry import Backoff
 from roundhouse.store.location import Location
@@ -47,6 +60,8 @@ from roundhouse.weight_sync.replica_state import (
     desired_state,
 )
 
+logger = logging.getLogger(__name__)
+
 Object = dict[str, Any]
 
 API = "ray.io/v1"
@@ -56,6 +71,8 @@ ASK_AGAIN = Backoff(0.1, longest=1.0, factor=1.5)
 STALE_SECONDS = 8.0
 """KubeRay reads Serve's status before it hands on a change, so a failure that was there before counts only when it stays."""
 MOST_WRITERS = 5
+TEMPLATE = f"{LABEL}engine-template"
+"""Annotation: digest of the template that the cluster was compared with."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,11 @@ class ServedRun:
     def notes(self) -> dict[str, str]:
         return {f"{LABEL}run": self.run_id, f"{LABEL}run-uid": self.run_uid, f"{LABEL}location": self.location}
 
+    def run_object(self, namespace: str) -> Object:
+        """Return the run's ConfigMap, as its Jobs have it."""
+        identity = StageIdentity(self.run_id, self.run_uid, 0, "engine", "")
+        return stage_pod.run_object(identity, namespace, self.location.rpartition("/runs/")[0])
+
 
 @dataclass(frozen=True)
 class RayServiceServed(deployment.EngineService):
@@ -79,11 +101,18 @@ class RayServiceServed(deployment.EngineService):
     engine: RayServiceEngine
     holder: ServedRun
     calls: Counter[str] = field(default_factory=Counter, compare=False)
-    """Of the API server, by verb and kind, since this object was made."""
+    """Calls of the API server, by verb and kind, since this object was made."""
+    replaced: list[str] = field(default_factory=list, compare=False)
+    """Names of the Ray clusters that were deleted because their template had changed."""
+
+    @property
+    def name(self) -> str:
+        """The RayService's name."""
+        return self.engine.ray_service or engine_name(self.holder.run_id, self.holder.run_uid)
 
     @property
     def url(self) -> str:
-        inside = f"http://{self.engine.ray_service}-serve-svc.{self.infra.namespace}.svc:8000"
+        inside = f"http://{self.name}-serve-svc.{self.infra.namespace}.svc:8000"
         return (self.engine.url or inside).rstrip("/")
 
     def application(self, config: GenerationConfig, model_dir: str) -> str:
@@ -107,8 +136,39 @@ class RayServiceServed(deployment.EngineService):
             waiting = _RefitWait(self, cluster, application, int(written["metadata"]["generation"]), patience)
             return waiting.until_all_are_there()
 
+    def release(self, *, next_pod_resumes: bool = False) -> None:
+        with self._connected() as cluster:
+            if next_pod_resumes and self._has_next_pod(cluster):
+                return
+            if self.engine.ray_service is None:
+                try:
+                    cluster.delete(f"{self.collection}/{self.name}", propagation="Background")
+                except ApiRefused as refused:
+                    raise explained(refused, f"delete RayService {self.name}") from refused
+                return
+            for _ in range(MOST_WRITERS):
+                service = self._get(cluster)
+                notes, text = service["metadata"].get("annotations") or {}, service["spec"].get("serveConfigV2")
+                if notes.get(f"{LABEL}run-uid") != self.holder.run_uid or application_in(text) is None:
+                    return
+                if self._apply(cluster, service, with_application(text, None)) is not None:
+                    return
+            raise self._too_many_writers()
+
     def metrics(self) -> dict[str, float]:
-        return {"kubernetes_calls": float(self.calls.total())}
+        return {"kubernetes_calls": float(self.calls.total()), "engine_replacements": float(len(self.replaced))}
+
+    def _has_next_pod(self, cluster: Cluster) -> bool:
+        """Return whether another pod follows this process's pod: its Job exists and is not being deleted."""
+        try:
+            owner = OwnedResources(cluster, self.infra.namespace).flow()
+            if owner is None or owner["kind"] != "Job":
+                return False
+            name = owner["metadata"]["name"]
+            job = cluster.get(f"/apis/batch/v1/namespaces/{self.infra.namespace}/jobs/{name}")
+        except ApiRefused:
+            return False
+        return not job["metadata"].get("deletionTimestamp")
 
     @contextmanager
     def _connected(self) -> Iterator[Cluster]:
@@ -132,19 +192,12 @@ class RayServiceServed(deployment.EngineService):
         version: int,
         options: RefitOptions = RefitOptions(),
     ) -> tuple[Object, Object]:
-        """Write what is wanted; the RayService as it is then, and the application in it."""
+        """Write the desired state and return the RayService with its application."""
         replicas = self.replicas()
         for _ in range(MOST_WRITERS):
             service = self._get(cluster)
-            notes = service["metadata"].get("annotations") or {}
-            uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
-            if uid not in (None, "", self.holder.run_uid) and not _is_over(place):
-                name, namespace = self.engine.ray_service, self.infra.namespace
-                raise ConfigError(
-                    f"RayService {name} serves run {run!r} ({place}), which has not finished. Give this run its own "
-                    f"(infra.engine.ray_service); if that run is given up: kubectl -n {namespace} annotate rayservice {name} "
-                    f"{LABEL}run-uid-"
-                )
+            self._refuse_other_run(service)
+            self._replace_changed_cluster(cluster, service)
             text = service["spec"].get("serveConfigV2")
             current = application_in(text)
             before = None if current is None else current["deployments"][0].get("user_config")
@@ -153,37 +206,145 @@ class RayServiceServed(deployment.EngineService):
             if weights is None and before is not None:
                 wanted = before  # engines that have weights keep them
             application = dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))
-            try:
-                return self._apply(cluster, service, with_application(text, application)), application
-            except ApiRefused as refused:
-                if refused.status != 409:
-                    raise explained(refused, f"patch RayService {self.engine.ray_service}") from refused
-        raise InfraError(
-            f"RayService {self.engine.ray_service} was changed by others {MOST_WRITERS} times while the flow wrote to it."
+            written = self._apply(cluster, service, with_application(text, application))
+            if written is not None:
+                return written, application
+        raise self._too_many_writers()
+
+    def _too_many_writers(self) -> InfraError:
+        return InfraError(
+            f"RayService {self.name} was changed by others {MOST_WRITERS} times while the flow wrote to it."
         )
 
+    def _refuse_other_run(self, service: Object) -> None:
+        notes = service["metadata"].get("annotations") or {}
+        uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
+        if uid not in (None, "", self.holder.run_uid) and not _is_over(place):
+            raise ConfigError(
+                f"RayService {self.name} serves run {run!r} ({place}), which has not finished. Give this run its own "
+                f"(infra.engine.ray_service); if that run is given up: kubectl -n {self.infra.namespace} annotate rayservice "
+                f"{self.name} {LABEL}run-uid-"
+            )
+
     def _get(self, cluster: Cluster) -> Object:
-        name, namespace = self.engine.ray_service, self.infra.namespace
+        """Return the RayService; the run's own is created if it does not exist."""
+        namespace = self.infra.namespace
         try:
-            return cluster.get(f"{self.collection}/{name}")
+            return cluster.get(f"{self.collection}/{self.name}")
         except ApiRefused as refused:
             if refused.status != 404:
-                raise explained(refused, f"get RayService {name} in namespace {namespace}") from refused
+                raise explained(refused, f"get RayService {self.name} in namespace {namespace}") from refused
+            if self.engine.ray_service is None:
+                return self._create(cluster)
             raise ConfigError(
-                f"There is no RayService {name} in namespace {namespace} (infra.engine.ray_service): {refused.message}. Apply "
-                "k8s/overlays/gpu, or one like it; where RayServices are not known at all, install the chart kuberay-operator."
+                f"There is no RayService {self.name} in namespace {namespace} (infra.engine.ray_service): {refused.message}. "
+                "Apply k8s/overlays/gpu, or one like it; if RayServices are not known, install the chart kuberay-operator."
             ) from refused
 
-    def _apply(self, cluster: Cluster, service: Object, text: str) -> Object:
+    def _create(self, cluster: Cluster) -> Object:
+        service = rayservice_in(self.engine.manifest or "")
+        owned, namespace = OwnedResources(cluster, self.infra.namespace), self.infra.namespace
+        owner = owned.ensure("v1", "configmaps", self.holder.run_object(namespace))
+        labels = (service["metadata"].get("labels") or {}) | run_labels(self.holder.run_id, self.holder.run_uid)
         metadata = {
-            "name": self.engine.ray_service,
+            "name": self.name,
+            "namespace": namespace,
+            "labels": labels,
+            "annotations": service["metadata"].get("annotations") or {},
+            "ownerReferences": [stage_pod.owner_reference(owner)],
+        }
+        return owned.ensure(API, "rayservices", service | {"metadata": metadata})
+
+    def _replace_changed_cluster(self, cluster: Cluster, service: Object) -> None:
+        """Delete the RayService's cluster if it was made of another template, and wait until its pods are gone.
+
+        Raises:
+            InfraError: they are not gone within `infra.engine.operator_seconds`.
+        """
+        template = service["spec"]["rayClusterConfig"]
+        notes, status = service["metadata"].get("annotations") or {}, service.get("status") or {}
+        if notes.get(TEMPLATE) == template_digest(template):
+            return
+        for part in ("activeServiceStatus", "pendingServiceStatus"):
+            name = (status.get(part) or {}).get("rayClusterName")
+            current = self._ray_cluster(cluster, name) if name else None
+            changes = [] if current is None else differences(template, current["spec"])
+            if not name or current is None or not changes:
+                continue
+            text = f"the template of RayService {self.name} has changed ({'; '.join(changes)}): replacing {name}"
+            logger.warning("%s", text)
+            announce("engine", text=text)
+            self._delete_cluster(cluster, current)
+            self.replaced.append(name)
+
+    def _ray_cluster(self, cluster: Cluster, name: str) -> Object | None:
+        try:
+            return cluster.get(f"{self._clusters}/{name}")
+        except ApiRefused as refused:
+            if refused.status != 404:
+                raise explained(refused, f"get RayCluster {name} in namespace {self.infra.namespace}") from refused
+            return None
+
+    def _delete_cluster(self, cluster: Cluster, ray_cluster: Object) -> None:
+        name, uid = ray_cluster["metadata"]["name"], ray_cluster["metadata"]["uid"]
+        try:
+            cluster.delete(f"{self._clusters}/{name}", uid=uid)
+        except ApiRefused as refused:
+            raise explained(refused, f"delete RayCluster {name} in namespace {self.infra.namespace}") from refused
+        # Foreground: it stays until its pods are gone. Replicas that end must not answer for the next cluster's
+        deadline = time.monotonic() + self.engine.operator_seconds
+        for asked in range(1, 10_000):
+            current = self._ray_cluster(cluster, name)
+            if current is None or current["metadata"]["uid"] != uid:
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(ASK_AGAIN.pause(asked))
+        raise InfraError(
+            f"RayCluster {name} was deleted, and still has pods after {self.engine.operator_seconds:g} s "
+            f"(infra.engine.operator_seconds): kubectl -n {self.infra.namespace} get pods -l ray.io/cluster={name}"
+        )
+
+    @property
+    def _clusters(self) -> str:
+        return f"/apis/{API}/namespaces/{self.infra.namespace}/rayclusters"
+
+    def _apply(self, cluster: Cluster, service: Object, text: str) -> Object | None:
+        """Write `serveConfigV2` and the run's notes; return None if the RayService was changed since it was read."""
+        notes = self.holder.notes() | {TEMPLATE: template_digest(service["spec"]["rayClusterConfig"])}
+        metadata = {
+            "name": self.name,
             "namespace": self.infra.namespace,
             "resourceVersion": service["metadata"]["resourceVersion"],
-            "annotations": self.holder.notes(),
+            "annotations": notes,
             "labels": {f"{LABEL}run": label_value(self.holder.run_id)},
         }
         body = {"apiVersion": API, "kind": "RayService", "metadata": metadata, "spec": {"serveConfigV2": text}}
-        return cluster.apply(f"{self.collection}/{self.engine.ray_service}", body, FIELD_MANAGER)
+        try:
+            return cluster.apply(f"{self.collection}/{self.name}", body, FIELD_MANAGER)
+        except ApiRefused as refused:
+            if refused.status != 409:
+                raise explained(refused, f"patch RayService {self.name}") from refused
+            return None
+
+
+def rayservice_in(manifest: str) -> Object:
+    """Return the RayService in a file of manifests (`infra.engine.manifest`).
+
+    Raises:
+        ConfigError: the file cannot be read, or does not have exactly one.
+    """
+    try:
+        items = [item for item in yaml.safe_load_all(Path(manifest).read_text()) if isinstance(item, dict)]
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"infra.engine.manifest: {manifest} cannot be read: {error}") from error
+    services = [item for item in items if item.get("kind") == "RayService" and item.get("metadata")]
+    if len(services) != 1:
+        raise ConfigError(
+            f"infra.engine.manifest: {manifest} has {len(services)} RayServices, not one. Start from "
+            "k8s/overlays/gpu/rayservice.yaml."
+        )
+    return services[0]
 
 
 @dataclass
@@ -202,11 +363,12 @@ class _RefitWait:
     def until_all_are_there(self) -> list[ReplicaReport]:
         import threading
 
-        changed, name = threading.Event(), self.served.engine.ray_service
+        changed, name = threading.Event(), self.served.name
         watched = Watched(
             self.cluster, self.served.collection, "", lambda _: changed.set(), fields=f"metadata.name={name}"
         )
         found, first, asked = [], None, 0
+        watch, started, silent = SilenceWatch(), dict[str, str](), list[SilentReplica]()
         try:
             while time.monotonic() - self.began < self.seconds:
                 asked += 1
@@ -216,9 +378,7 @@ class _RefitWait:
                 watched.listed.wait(self.cluster.patience_seconds)
                 there = watched.all_present()
                 if watched.failure is None and not there:
-                    raise InfraError(
-                        f"RayService {self.served.engine.ray_service} was deleted while the flow waited for it."
-                    )
+                    raise InfraError(f"RayService {name} was deleted while the flow waited for it.")
                 word = told(there[0] if there else {})
                 first = first or word
                 self.changed_since |= (word.status, word.message) != (first.status, first.message)
@@ -227,14 +387,19 @@ class _RefitWait:
                 if word.is_running and deployment.all_there(found, self._count, digest, self._desired):
                     return found
                 self._raise_failures(word)
+                started |= {each.replica_id: f"process {each.pid}" for each in found if each.application == digest}
+                watch.hear(each.replica_id for each in found)
+                silent = watch.silent(started)
+                if watch.is_report_due(silent):
+                    announce("engine", text=f"waiting: {'; '.join(map(str, silent))}")
                 changed.wait(ASK_AGAIN.pause(asked))
         finally:
             watched.stop()
         raise DeploymentFailed(
             f"Not all {self._count} replicas of RayService {name} answered with version {self._desired['policy_version']} "
             f"within {self.seconds:g} s (generation.start_timeout_seconds + refit_timeout_seconds). KubeRay: {word.status} "
-            f"{word.message}. They say: {[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}. "
-            f"{self._events()}"
+            f"{word.message}. Silent: {'; '.join(map(str, silent)) or 'no replica that answered'}. Answers: "
+            f"{[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}. {self._events()}"
         )
 
     @property
@@ -247,7 +412,7 @@ class _RefitWait:
 
     def _raise_failures(self, word: Told) -> None:
         waited = time.monotonic() - self.began
-        name = self.served.engine.ray_service
+        name = self.served.name
         if word.generation < self.generation:
             if waited > self.served.engine.operator_seconds:
                 raise InfraError(
@@ -259,8 +424,8 @@ class _RefitWait:
             raise DeploymentFailed(f"The policy on RayService {name} failed. {word.failure}")
 
     def _events(self) -> str:
-        """What the cluster says of the RayService; empty where it says nothing or may not be asked."""
-        namespace, name = self.served.infra.namespace, self.served.engine.ray_service
+        """Return the cluster's events about the RayService; empty if none exist or they are not readable."""
+        namespace, name = self.served.infra.namespace, self.served.name
         selector = f"involvedObject.kind=RayService,involvedObject.name={name},type=Warning"
         try:
             events = self.cluster.get(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector).get("items")
@@ -270,7 +435,7 @@ class _RefitWait:
 
 
 def _is_over(place: str | None) -> bool:
-    """Whether the run at this place has finished, or is there no more."""
+    """Return whether the run at this place has finished, or was deleted."""
     if place is None:
         return False
     try:
@@ -278,90 +443,3 @@ def _is_over(place: str | None) -> bool:
         return location.exists("summary.json") or not location.exists("run.json")
     except (StoreError, ValueError, OSError):
         return False
-
-
-RUNNING = "RUNNING"
-_FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
-_EXACT = 1000
-"""Nanoseconds since the epoch that are a multiple of it have 16 digits that count, which a float64 keeps."""
-
-
-def exact_request(number: int) -> int:
-    """The next number that KubeRay hands on unchanged."""
-    return -(-number // _EXACT) * _EXACT
-
-
-def as_handed_on(value: Any) -> Any:
-    """A JSON value as it arrives at Serve."""
-    if isinstance(value, dict):
-        return {key: as_handed_on(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_handed_on(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def application_in(text: str | None) -> Object | None:
-    """The policy's application as it was last wanted.
-
-    Raises:
-        ConfigError: the text is no Serve configuration.
-    """
-    return next((each for each in _tree(text)["applications"] if each.get("name") == APPLICATION), None)
-
-
-def with_application(text: str | None, application: Object) -> str:
-    """The text with the policy's application in it.
-
-    Raises:
-        ConfigError: the text is no Serve configuration.
-    """
-    tree = _tree(text)
-    others = [each for each in tree["applications"] if each.get("name") != APPLICATION]
-    return yaml.safe_dump(tree | {"applications": [*others, application]}, sort_keys=False)
-
-
-def _tree(text: str | None) -> Object:
-    try:
-        tree = yaml.safe_load(text or "") or {}
-        listed = tree.setdefault("applications", []) or []
-        valid = all(isinstance(each, dict) for each in listed)
-    except (yaml.YAMLError, AttributeError, TypeError) as error:
-        raise ConfigError(f"spec.serveConfigV2 of the RayService is no Serve configuration: {error}") from error
-    if not valid:
-        raise ConfigError(f"spec.serveConfigV2 of the RayService has applications that are none: {str(listed)[:200]}")
-    return {**tree, "applications": listed}
-
-
-@dataclass(frozen=True)
-class Told:
-    """What KubeRay says about the policy's application."""
-
-    generation: int
-    """Of the RayService when KubeRay last looked at it."""
-    status: str = "unknown"
-    """Serve's own word: NOT_STARTED, DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY, DELETING."""
-    message: str = ""
-
-    @property
-    def is_running(self) -> bool:
-        return self.status == RUNNING
-
-    @property
-    def failure(self) -> str | None:
-        """Why the application cannot come up; None while it may."""
-        if self.status in _FAILED or "Error" in self.message:
-            return f"{self.status}: {last_lines(self.message) or 'no message'}"
-        return None
-
-
-def told(service: Object) -> Told:
-    """From a RayService's status: of the cluster that is being made ready, else of the one that serves."""
-    status = service.get("status") or {}
-    generation = int(status.get("observedGeneration") or 0)
-    for part in ("pendingServiceStatus", "activeServiceStatus"):
-        found = ((status.get(part) or {}).get("applicationStatuses") or {}).get(APPLICATION)
-        if found is not None:
-            deployments = (found.get("serveDeploymentStatuses") or {}).values()
-            messages = [found.get("message"), *(each.get("message") for each in deployments)]
-            return Told(generation, str(found.get("status")), "\n".join(text for text in messages if text))
-    return Told(generation, "no application yet")

@@ -1,13 +1,14 @@
 """The manifests of a training step, of a shard of a collection and of a gym server: pure, from the configuration.
 
-Invariant: equal arguments give equal manifests, restricted as those of all stages (`stage_pod`).
+Invariant: equal arguments give equal manifests, with the restrictions of all stages (`stage_pod`).
 
-One pod runs a step itself, or torchrun over its own processes. Several pods are an Indexed Job: index 0 is the meeting point,
-which the others find by its host name under the run's headless Service. Resident ranks are the same pods, which stay.
+One pod runs a step itself, or torchrun over its own processes. Several pods are an Indexed Job: index 0 is the meeting
+point, which the others find by its host name under the run's headless Service. Resident ranks are the same pods, which
+stay.
 
-A shard is one pod, and a pod of its own that failed, for whatever reason, ends the Job: the launcher's caller counts the loss
-and decides about another try, which resumes with what this one has written. A gym server is one pod too, and the Job of a dead
-one is followed by another behind the same Service.
+A shard is one pod, whose failure ends the Job: the launcher's caller counts the loss and decides about another try,
+which resumes from stored rollouts. A gym server is one pod too; after its end, another Job follows under the same
+Service.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Manifest = dict[str, Any]
 STEP = "roundhouse.training.service.one_shot"
 CACHE = f"{stage_pod.SCRATCH}/cache"
 NODE_CACHE = "/cache"
-"""Where `infra.trainer.cache_claim` is mounted."""
+"""Mount path of `infra.trainer.cache_claim`."""
 MEETING_PORT = 29500
 WORKER = "roundhouse.collection.shard_worker"
 PLACE = f"{LABEL}stage-uri"
@@ -49,8 +50,7 @@ GYM_PLACE, RANKS_PLACE = "gym", "ranks"
 HTTP = "http"
 """Name of a server's port, as in `k8s/base/gym.yaml` and its network policies."""
 SERVER_SECONDS = 7 * 86_400
-"""A gym server's deadline, and that of resident ranks: of those that a killed flow left behind. A run that lasts longer starts
-them again."""
+"""Deadline of gym servers and resident ranks, for those that a killed flow left. A longer run starts them again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StageJob(ABC):
     @property
     @abstractmethod
     def settings(self) -> Pods:
-        """Of the pods."""
+        """Return the settings of the pods."""
 
     @property
     def namespace(self) -> str:
@@ -86,7 +86,7 @@ class StageJob(ABC):
         return stage_pod.run_object(self.identity, self.namespace, self.store)
 
     def run_service(self, owner: Manifest) -> Manifest | None:
-        """The headless Service that gives pods host names; None where there is one pod."""
+        """Return the headless Service that gives pods host names; None for a single pod."""
         return None
 
     def job(self, number: int, owner: Manifest) -> Manifest:
@@ -103,7 +103,7 @@ class StageJob(ABC):
         pod, queue = self._pod(number), self.infra.queue
         if queue:
             spec["suspend"] = True  # until Kueue admits it
-        labels = self._labels()
+        labels, queueing = self._labels(), {"queue-name": queue, "priority-class": self.infra.queue_priority}
         of_pod: Manifest = {"labels": labels}
         declared = [port for container in pod["containers"] for port in container.get("ports", [])]
         if pages := [port["containerPort"] for port in declared if port["name"] == stage_pod.METRICS]:
@@ -114,7 +114,7 @@ class StageJob(ABC):
             "metadata": {
                 "name": self.identity.job_name(number),
                 "namespace": self.namespace,
-                "labels": labels | ({"kueue.x-k8s.io/queue-name": queue} if queue else {}),
+                "labels": labels | {f"kueue.x-k8s.io/{name}": value for name, value in queueing.items() if value},
                 "annotations": self.identity.annotations() | self._annotations(),
                 "ownerReferences": [stage_pod.owner_reference(owner)],
             },
@@ -145,11 +145,11 @@ class StageJob(ABC):
         return dict(self.identity.extra) | self.identity.labels() | component_labels(self.container)
 
     def _restarts(self) -> int:
-        """Of a pod, by the Job itself."""
+        """Return the number of restarts of a pod by the Job itself."""
         return 0
 
     def _disrupted(self) -> Literal["Ignore", "FailJob"]:
-        """What becomes of the Job when its pod is evicted."""
+        """Return the Job's reaction to an evicted pod."""
         return "FailJob"
 
     def _annotations(self) -> dict[str, str]:
@@ -162,13 +162,13 @@ class TrainJob(StageJob):
 
     service: ProcessService | ResidentService
     reports: str
-    """URI of the directory below which each try has one of its own: `<reports>/<name>/spec.json`, `report.json`, …"""
+    """URI of the directory in which each try has a subdirectory: `<reports>/<name>/spec.json`, `report.json`, …"""
     module: str = STEP
-    """What the processes run."""
+    """Module that the processes run."""
     stays: bool = False
-    """It serves until it is deleted, and at the latest when what owns it is."""
+    """Whether it serves until it or its owner is deleted."""
     flow: Manifest | None = None
-    """Of one that stays: as of `GymJob`."""
+    """Owner of a serving one, as in `GymJob`."""
     keys = TRAINER
     container = "trainer"
 
@@ -181,11 +181,11 @@ class TrainJob(StageJob):
         return self.infra.trainer.pods
 
     def report(self, number: int) -> str:
-        """Where a try leaves its result."""
+        """Return the place of a try's result."""
         return f"{self.reports}/{self.identity.job_name(number)}"
 
     def run_service(self, owner: Manifest) -> Manifest | None:
-        """The headless Service that gives pods host names; None where there is one pod."""
+        """Return the headless Service that gives pods host names; None for a single pod."""
         if self.pods == 1:
             return None
         identity = self.identity
@@ -240,7 +240,8 @@ class TrainJob(StageJob):
         return self.infra.trainer.restarts if self.pods == 1 and not self.stays else 0
 
     def _disrupted(self) -> Literal["Ignore", "FailJob"]:
-        """A disrupted pod is replaced; its peers in a group of several have failed with it, and what it held is lost."""
+        """Return the reaction to a disruption: the pod is replaced; in a group of several, its peers have failed with
+        it, and its data is lost."""
         return "Ignore" if self.pods == 1 and not self.stays else "FailJob"
 
     def _annotations(self) -> dict[str, str]:
@@ -302,7 +303,7 @@ class GymJob(StageJob):
 
     service_name: str
     port: int
-    """Where it listens, and its Service."""
+    """Port of the server and its Service."""
     role: str
     """Its type, by which network policies select it."""
     arguments: tuple[str, ...]
@@ -311,9 +312,10 @@ class GymJob(StageJob):
     secret_variables: Mapping[str, tuple[str, str]]
     """Secret and key of each variable that is one."""
     directory: str | None = None
-    """Where the program starts. None: where the image says."""
+    """Working directory of the program. None: the image's."""
     flow: Manifest | None = None
-    """What ends with the flow, and these pods with it (`OwnedResources.flow`). None: the run's ConfigMap owns them."""
+    """Object that ends with the flow, and owns these pods (`OwnedResources.flow`). None: the run's ConfigMap owns
+    them."""
     keys = GYM
     container = "gym"
 
@@ -335,7 +337,7 @@ class GymJob(StageJob):
         return super().job(number, self.flow or owner)
 
     def service(self, owner: Manifest) -> Manifest:
-        """What gives the server its address, whichever pod it is in."""
+        """Return the Service that gives the server its address, independent of its pod."""
         return {
             "apiVersion": "v1",
             "kind": "Service",
@@ -387,7 +389,7 @@ class GymJob(StageJob):
 
 
 def gym_secret(name: str, job: GymJob, owner: Manifest, values: Mapping[str, str]) -> Manifest:
-    """The Secret with the configuration of each server, by `identity.shard`, beside the Jobs like `job`."""
+    """Return the Secret with the configuration of each server, by `identity.shard`."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",

@@ -1,8 +1,8 @@
-"""What the Jobs of all stages have in common: pure.
+"""Common parts of the Jobs of all stages: pure.
 
-Invariant: the pods satisfy Pod Security `restricted`, hold no token of the cluster, and write nothing but their scratch volumes
-and the store; they belong to the run's ConfigMap, whose deletion ends them. An error about a pod names configuration keys of
-that pod's own section (`PodKeys`), never another stage's.
+Invariant: the pods satisfy Pod Security `restricted`, hold no token of the cluster, and write only to their scratch
+volumes and the store; they belong to the run's ConfigMap, whose deletion ends them. An error about a pod names
+configuration keys of its section (`PodKeys`), never another stage's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roundhouse.logs import LABELS_VARIABLE, METRICS_VARIABLE
 
 @dataclass(frozen=True)
 class PodKeys:
-    """Of one kind of pods."""
+    """Configuration keys of one kind of pods."""
 
     section: str
     """`<section>.image`, `.memory`, `.pending_seconds`, …"""
@@ -30,13 +30,13 @@ class PodKeys:
     secret: str
     environment: str
     less_memory: str
-    """What else to do when memory runs out, as the end of a sentence."""
+    """Other remedy for a lack of memory, as the end of a sentence."""
     out_of_memory: type[ConfigError | InfraError]
-    """Whether a retry needs the same memory again, or resumes from what was written."""
+    """Error type, by whether a retry needs the same memory again or resumes from stored data."""
 
     @property
     def remedy_for_start(self) -> str:
-        """Where to look when a container cannot be made."""
+        """Return the remedy for a container that cannot be made."""
         return f"Check {self.secret}, infra.store_claim and {self.environment}."
 
 
@@ -74,7 +74,7 @@ USER = 10001
 METRICS = "metrics"
 """Name of the port of the page for Prometheus, as in the manifests of `k8s/`."""
 FINAL_EXIT_CODES = sorted(EXIT_CODES[kind] for kind in (DataError, ConfigError))
-"""Of work for which repeating cannot help."""
+"""Exit codes of work for which repeating cannot help."""
 
 
 def run_object(identity: StageIdentity, namespace: str, store: str) -> Manifest:
@@ -146,7 +146,7 @@ def container(
     mounts: Sequence[Manifest] = (),
     devices: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """The interpreter with `arguments`, and what it writes to.
+    """Return a container with the interpreter, `arguments`, and its volumes.
 
     Args:
         devices: more resources, such as GPUs, as request and limit.

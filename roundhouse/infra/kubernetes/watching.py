@@ -1,17 +1,17 @@
-"""A run's Jobs and pods as they are now, by watch: no polling.
+"""A run's Jobs and pods by watch, without polling.
 
-Invariant: what a reader sees is a state that the API server had, never older than one it saw before; an object that vanished
-stays readable in its last state (a preempted pod is gone when its Job fails). The number of calls does not depend on how many
-Jobs are watched, only on time: two lists, and two watches renewed every four minutes.
+Invariant: a reader sees a state that the API server had, never older than an earlier one; a vanished object stays
+readable in its last state (a preempted pod is gone when its Job fails). The number of calls does not depend on the
+number of watched Jobs, only on time: two lists, and two watches renewed every four minutes.
 
     list ──> watch ──> event … event ──> closed, broken ──> watch from the last version
       ^                                  410 Gone
       └────────────────────────────────────┘
 
-Each arrow back waits longer than the one before, until a watch goes well.
+Each retry waits longer than the one before, until a watch succeeds.
 
-A pod's log (`PodLog`) is a stream too: each line is passed on once and in order, also when the connection breaks in between:
-lines carry the node's time stamp, and a new connection begins after the last line. A log that cannot be read fails no stage.
+A pod's log (`PodLog`) is a stream too: each line is passed on once and in order, even if the connection breaks: lines
+carry the node's time stamp, and a new connection starts after the last line. A log that cannot be read fails no stage.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Object = dict[str, Any]
 WATCH_SECONDS = 240
 """After this the server ends a watch, and the next one begins."""
 SILENCE_SECONDS = 120.0
-"""A connection that says nothing for longer is taken for dead; the server sends a bookmark every minute."""
+"""Silence after which a connection counts as dead; the server sends a bookmark every minute."""
 _BACKOFF = Backoff(0.1, longest=5.0)
-"""Before a watch begins again, since the last one that went well."""
+"""Pauses before a new watch, since the last successful one."""
 _SHORT = 1.0
 """A watch that lasted for less and brought nothing did not go well: a server that ends each at once is not asked in a storm."""
 
@@ -83,7 +83,7 @@ class Watched:
             return self._present.get(uid)
 
     def last(self, uid: str) -> Object | None:
-        """The last known state of an object, also of one that has vanished; None when it was never seen."""
+        """Return the last known state of an object, even of a vanished one; None if it was never seen."""
         with self._lock:
             return self._present.get(uid) or self._gone.get(uid)
 
@@ -93,7 +93,7 @@ class Watched:
             return list(self._present.values())
 
     def is_gone(self, uid: str) -> bool:
-        """Whether an object was seen and has vanished since."""
+        """Return whether an object was seen and has vanished since."""
         with self._lock:
             return uid in self._gone
 
@@ -103,7 +103,7 @@ class Watched:
             return list(self._owned.get(uid, {}).values())
 
     def forget(self, uid: str) -> None:
-        """Drop what vanished of an owner, and the owner."""
+        """Remove an owner and its vanished objects."""
         with self._lock:
             for item in self._owned.pop(uid, {}):
                 self._gone.pop(item, None)
@@ -221,7 +221,7 @@ class Watched:
 
 
 def lines_of(stream: Any) -> Iterator[bytes]:
-    """Whole lines of an answer as they come in; what follows the last line break of a broken one is dropped."""
+    """Yield whole lines of an answer as they arrive; drop the rest after the last line break of a broken one."""
     rest = b""
     for chunk in stream.stream(amt=None, decode_content=False):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -243,7 +243,7 @@ def shut(stream: Any) -> None:
 LOG_SILENCE_SECONDS = 300.0
 _LOG_BACKOFF = Backoff(0.2, longest=5.0)
 _TRIES = 5
-"""Connections in a row that bring no line, before the log of a container that has ended is given up."""
+"""Connections in a row without a line after which the log of an ended container is abandoned."""
 
 Say = Callable[[str], None]
 
@@ -293,7 +293,7 @@ class PodLog:
                 if over:  # the container had ended before this connection began: it gave all there is
                     return
             except ApiRefused as refused:
-                # 400 and 404 pass: a container that has just started has no log for a moment
+                # 400 and 404 may pass: a container that has just started has no log for a moment
                 if refused.status == 403 or (over and refused.status in (400, 404)):
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
                     return
@@ -319,7 +319,7 @@ class PodLog:
 
 
 def last_lines(cluster: Cluster, namespace: str, pod: str, container: str, count: int = 12) -> str:
-    """The end of a pod's log; empty when there is none."""
+    """Return the end of a pod's log; empty without one."""
     from urllib3.exceptions import HTTPError
 
     query = {"container": container, "tailLines": str(count)}

@@ -1,35 +1,32 @@
-"""What an algorithm is, and the registry: a rule from sequences and rewards to per-token columns, found by its section.
+"""Algorithms: rules from sequences and rewards to per-token columns.
 
-Invariant: a section has one algorithm, its own or that of the section it extends, and only the algorithm's module knows it. A
-new built-in algorithm is two files: a section in `roundhouse.config.algorithms`, and a module in this directory, found by being
-here.
+Invariant: a kind has one algorithm, and only the algorithm's module knows it. An algorithm is a plug-in of role `algorithm`: a
+section that extends `PolicyGradient`, and a class that is made with it.
 
-    @register(SignOnlyConfig)
     class SignOnly(PolicyGradientAlgorithm): ...
+    SIGN_ONLY = Plugin(factory=SignOnly, section=SignOnlyConfig)
 
-The kind `custom` is a user's own class, by `module:Class` or `path/to/file.py:Class`.
+The kind `custom` is a user's class, by `module:Class` or `path/to/file.py:Class`.
 
-The trainer knows no algorithm: everything that distinguishes algorithms reaches the trainer as numbers per token
-(`TokenColumns`) and the constants of the token loss (`LossSettings`). The trainer minimises, over all tokens with a non-zero
-weight,
+The trainer does not depend on the algorithm, which gives it numbers per token (`TokenColumns`) and the constants of the
+token loss (`LossSettings`). The trainer minimises, over all tokens with a non-zero weight,
 
     scale · ( policy_weight · policy_loss(advantage) + cross_entropy_weight · (−cur)
               + reference_kl_weight · KL − entropy_weight · entropy )
 
-where `scale` makes it a mean (`loss.sequence_scale`). A token whose weights are all zero is not trained on and counts in no
-denominator; a sequence without any other token is not even computed.
+with a `scale` that makes it a mean (`loss.sequence_scale`). A token whose weights are all zero is not trained on and
+counts in no denominator; a sequence of such tokens is not computed.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from roundhouse import plugins
 from roundhouse.config.algorithms import (
     Aggregation,
     CustomAlgorithmConfig,
@@ -63,10 +60,10 @@ class LossSettings:
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether a token's term depends on the other tokens of its sequence."""
+        """Return whether a token's term depends on the other tokens of its sequence."""
         return (
             self.importance_ratio == "sequence"
-            or self.mismatch_correction == "seq-mask-tis"
+            or self.mismatch_correction in ("auto", "seq-mask-tis")
             or self.max_sequence_error is not None
         )
 
@@ -90,32 +87,32 @@ class TokenColumns:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmInputs:
-    """What the trainer knows of the tokens before the columns are made."""
+    """Facts about the tokens before the columns are made."""
 
     old: np.ndarray | None = None
     """[T] float32: log-probabilities under the weights before the first update; given when `needs_log_probs`."""
     reference: np.ndarray | None = None
     """[T] float32: those of the reference (of a teacher, in distillation); given when both `needs_…` hold."""
     kl_coefficient: float | None = None
-    """State of an adaptive controller; None: where the configuration starts."""
+    """State of an adaptive controller; None: the configured initial value."""
     values: np.ndarray | None = None
     """[T] float32: the critic's prediction before each generated token; given when the section has a critic."""
     final_values: np.ndarray | None = None
-    """[S] float32: its prediction behind the last generated token of a truncated sequence, 0 for the others; given with
-    `values`."""
+    """[S] float32: the prediction after the last generated token of a truncated sequence, 0 for the others; given
+    with `values`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSignals:
-    """What an algorithm makes of an iteration's sequences."""
+    """An algorithm's result for an iteration's sequences."""
 
     columns: TokenColumns
     metrics: dict[str, float] = field(default_factory=dict)
     """By the names of `metrics.METRICS`."""
     sequence_columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """[S] each: what a person wants to see with a sequence (advantage, baseline)."""
+    """[S] each: values for people to inspect (advantage, baseline)."""
     returns: np.ndarray | None = None
-    """[T] float32: what the critic is to predict at each token with a policy weight; None without a critic."""
+    """[T] float32: the critic's target at each token with a policy weight; None without a critic."""
 
 
 class Algorithm(Protocol):
@@ -128,19 +125,19 @@ class Algorithm(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference (or teacher) model has to be loaded."""
+        """Return whether a reference (or teacher) model must be loaded."""
         ...
 
     @property
     def needs_log_probs(self) -> bool:
-        """Whether `compute` reads the log-probabilities of its inputs, so that they are computed for all sequences."""
+        """Return whether `compute` reads log-probabilities, so that they are computed for all sequences."""
         ...
 
     def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = ...) -> TokenSignals:
-        """Compute the columns; pure, the same for the same arguments.
+        """Compute the columns; a pure function of the arguments.
 
         Raises:
-            DataError: the sequences lack what the algorithm needs.
+            DataError: the sequences lack data that the algorithm needs.
         """
         ...
 
@@ -178,17 +175,18 @@ def _owner(sequences: TrainingSequences, token: int) -> str:
     return sequences.sequence_ids[int(sequences.sequence_of_token[token])]
 
 
-Factory = TypeVar("Factory", bound=Callable[..., Algorithm])
-
-_FACTORIES: dict[type[TokenLoss], Callable[..., Algorithm]] = {}
 _MEMBERS = ("loss", "needs_reference", "needs_log_probs", "compute")
+_COMPLETE = (
+    "Subclass PolicyGradientAlgorithm (roundhouse.training.algorithms.policy_gradient), or give all of Algorithm "
+    "(roundhouse.training.algorithms)."
+)
 
 
 class ByEnvironment:
-    """The environments of a mixture, each learnt from with its own settings (`train.algorithm.environments`).
+    """Separate algorithm settings for environments of a mixture (`train.algorithm.environments`).
 
-    Invariant: the columns of an environment's sequences are exactly those that its algorithm computes from them alone, and the
-    columns of all others those that the run's algorithm computes from them together. The loss that the columns enter is one.
+    Invariant: the columns of a listed environment's sequences are exactly those that its algorithm computes from them
+    alone; all other columns are those that the run's algorithm computes from the rest together. They enter one loss.
 
         groups      calc/1 calc/2 words/1 words/2       environments: {words: {normalize_by_std: false}}
         algorithm   └── run's ──┘ └── words' ───┘
@@ -235,16 +233,16 @@ class ByEnvironment:
 
 def _of_sequences(inputs: AlgorithmInputs, chosen: np.ndarray, lengths: np.ndarray) -> AlgorithmInputs:
     """The inputs of the `chosen` sequences ([S] bool)."""
-    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     tokens = np.repeat(chosen, lengths)
-    places = {name: chosen if name == "final_values" else tokens for name in given}
+    places = {name: chosen if name == "final_values" else tokens for name in values}
     return replace(
-        inputs, **{name: value[places[name]] for name, value in given.items() if isinstance(value, np.ndarray)}
+        inputs, **{name: value[places[name]] for name, value in values.items() if isinstance(value, np.ndarray)}
     )
 
 
 def _joined(sequences: TrainingSequences, chosen: Sequence[np.ndarray], parts: Sequence[TokenSignals]) -> TokenSignals:
-    """The parts' columns, each at the places of its own sequences ([S] bool each)."""
+    """Return the parts' columns, each at the places of its sequences ([S] bool each)."""
     tokens = [np.repeat(each, sequences.lengths) for each in chosen]
     columns = {field.name: np.zeros(len(sequences.token_ids), dtype=np.float32) for field in fields(TokenColumns)}
     for name, column in columns.items():
@@ -267,7 +265,8 @@ def _joined(sequences: TrainingSequences, chosen: Sequence[np.ndarray], parts: S
 def _joined_metrics(
     parts: Sequence[TokenSignals], chosen: Sequence[np.ndarray], generated: Sequence[float]
 ) -> dict[str, float]:
-    """Means by what they are over, counts added, extremes of extremes; of a state the run's, which is the last part's."""
+    """Combine metrics: means by their denominators, counts by sums, extremes by extremes, states from the run's part,
+    the last."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         values, weights = [], []
@@ -291,48 +290,29 @@ def _joined_metrics(
     return metrics
 
 
-def register(section: type[TokenLoss]) -> Callable[[Factory], Factory]:
-    """Make the class that follows, called with the section, the algorithm of this section and of those that extend it."""
-
-    def add(factory: Factory) -> Factory:
-        _FACTORIES[section] = factory
-        return factory
-
-    return add
-
-
 def build_algorithm(config: TokenLoss) -> Algorithm:
-    """The algorithm of a section.
+    """Make the algorithm of a section.
 
     Raises:
-        ConfigError: the section has none, or a custom one cannot be imported or made.
+        ConfigError: its plug-in or a custom class cannot be imported or made, or lacks a part of `Algorithm`.
     """
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for section in type(config).__mro__:
-        if section in _FACTORIES:
-            shared: Algorithm = _FACTORIES[section](config)
-            if not isinstance(config, PolicyGradient) or not config.environments:
-                return shared
-            return ByEnvironment(
-                shared, {name: build_algorithm(config.of_environment(name)) for name in config.environments}
-            )
-    raise ConfigError(
-        f"No algorithm is registered for {type(config).__name__}: decorate its class with @register in a module of "
-        "roundhouse/training/algorithms."
-    )
+    shared: Algorithm = plugins.factory("algorithm", config.kind)(config)
+    if lacking := [name for name in _MEMBERS if not hasattr(type(shared), name)]:
+        raise ConfigError(
+            f"train.algorithm.kind is {config.kind}: {type(shared).__name__} of its plug-in has no {', '.join(lacking)}. "
+            f"{_COMPLETE}"
+        )
+    if not isinstance(config, PolicyGradient) or not config.environments:
+        return shared
+    return ByEnvironment(shared, {name: build_algorithm(config.of_environment(name)) for name in config.environments})
 
 
-@register(CustomAlgorithmConfig)
-def _load_custom(config: CustomAlgorithmConfig) -> Algorithm:
+def load_custom(config: CustomAlgorithmConfig) -> Algorithm:
     """Make `Class(config, **parameters)` of a user's own class."""
     key = f"train.algorithm.target is {config.target!r}"
     found: type[Any] = load_class(config.target, object, "train.algorithm.target")
     if lacking := [name for name in _MEMBERS if not hasattr(found, name)]:
-        raise ConfigError(
-            f"{key}: the class has no {', '.join(lacking)}. Subclass PolicyGradientAlgorithm "
-            "(roundhouse.training.algorithms.policy_gradient), or give all of Algorithm (roundhouse.training.algorithms)."
-        )
+        raise ConfigError(f"{key}: the class has no {', '.join(lacking)}. {_COMPLETE}")
     try:
         return found(config, **config.parameters)
     except TypeError as error:

@@ -17,13 +17,12 @@ import numpy as np
 
 from roundhouse.config.algorithms import (
     CrossEntropyConfig,
-    DistillationConfig,
     GDPOConfig,
     GroupRelativeConfig,
     ReinforcePlusPlusConfig,
 )
 from roundhouse.errors import DataError
-from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals, register
+from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.algorithms.policy_gradient import (
     Groups,
     PolicyGradientAlgorithm,
@@ -43,21 +42,19 @@ STD_EPSILON = 1e-6
 logger = logging.getLogger(__name__)
 
 
-@register(GroupRelativeConfig)
 class GroupRelative(PolicyGradientAlgorithm):
-    """GRPO's advantage and its relatives': how much better a rollout was than the rollouts of the same task.
+    """GRPO's advantage and its variants: a rollout's reward relative to the rollouts of the same task.
 
-    Invariant: within a group the rollouts' advantages sum to zero (of branches, with that of the rollout that they left), and a
-    group whose rewards are all equal has no weight at all: it is not trained on (neither policy, KL nor entropy term) and
-    counts in no denominator, so the step is the mean over what was trained. With reward r, group mean m, sample standard
-    deviation s and size n:
+    Invariant: within a group the rollouts' advantages sum to zero (with branches, including the rollout that they
+    left). A group with equal rewards has no weight: it is not trained on (no policy, KL or entropy term) and counts in
+    no denominator. With reward r, group mean m, sample standard deviation s and size n:
 
         A = r − m                                    DeepSeekMath, arXiv 2402.03300
         A = (r − m) · n / (n − 1)                    leave_one_out: r minus the mean of the others (RLOO, 2402.14740)
         A / (s + 1e-6)                               normalize_by_std; without it, Dr. GRPO's advantage (2503.20783)
 
-    The spread is always the whole group's. Taking it over the others only (as leave-one-out sometimes is done) makes it zero
-    for the single right answer among wrong ones, which then is sharpened by nothing or by infinity.
+    The spread is always the whole group's. Taken over the others only, as in some leave-one-out code, it is zero for
+    the single right answer among wrong ones.
 
     The kinds grpo, dr_grpo, rloo, dapo, gspo and cispo differ in these two switches and in the constants of the loss.
     """
@@ -91,10 +88,11 @@ class GroupRelative(PolicyGradientAlgorithm):
 
 @dataclass(frozen=True, slots=True)
 class TurnParts:
-    """Sequences cut after each turn with a reward of its own, for credit by turn (`turn_discount`).
+    """Rollouts cut after each turn with a separate reward, for credit by turn (`turn_discount`).
 
-    Part j of a sequence is compared with part j of the others in its group, as GRPO compares whole rollouts. With r_j the
-    reward at its end (of the last, what is left of the rollout's) and d the discount, it answers for
+    Parts are numbered over all sequences of a rollout, in their order. Part j of a rollout is compared with part j of
+    the others in its group, as GRPO compares whole rollouts. With r_j the reward at its end (for the last, the rest of
+    the rollout's) and d the discount, its return is
 
         R_j = r_j + d · R_(j+1)
     """
@@ -108,27 +106,27 @@ class TurnParts:
 
     @classmethod
     def of(cls, sequences: TrainingSequences, groups: Groups, discount: float) -> TurnParts:
-        of_token: list[np.ndarray] = []
+        of_token = np.zeros(sequences.offsets[-1], dtype=np.int64)
         returns: list[float] = []
         peers: list[tuple[int, int]] = []
-        for place, given in enumerate(sequences.turn_rewards):
-            begin, end = sequences.offsets[place], sequences.offsets[place + 1]
-            trained = np.flatnonzero(sequences.loss_mask[begin:end])[-1] + 1
-            cuts = [
-                cut for cut, _ in given if cut < trained
-            ]  # what is behind the last trained token is part of the last
-            own = [reward for _, reward in given[: len(cuts)]]
-            own.append(sequences.rewards[place] - math.fsum(own))
-            for number in range(len(cuts) - 1, -1, -1):
-                own[number] += discount * own[number + 1]
-            of_token.append(len(returns) + np.searchsorted(cuts, np.arange(end - begin), side="right"))
-            returns += own
-            peers += [(int(groups.group_of_sequence[place]), number) for number in range(len(own))]
+        order = np.argsort(groups.rollout_of_sequence, kind="stable")
+        for places in np.split(order, np.flatnonzero(np.diff(groups.rollout_of_sequence[order])) + 1):
+            cuts, rewards = _cuts_of_rollout(sequences, places)
+            rewards.append(sequences.rewards[places[0]] - math.fsum(rewards))
+            for number in range(len(rewards) - 2, -1, -1):
+                rewards[number] += discount * rewards[number + 1]
+            before = len(returns)
+            for place, ends in zip(places, cuts, strict=True):
+                begin, end = sequences.offsets[place : place + 2]
+                of_token[begin:end] = before + np.searchsorted(ends, np.arange(end - begin), side="right")
+                before += len(ends)
+            returns += rewards
+            peers += [(int(groups.group_of_sequence[places[0]]), number) for number in range(len(rewards))]
         _, numbers = np.unique(np.array(peers), axis=0, return_inverse=True)
-        return cls(np.concatenate(of_token), np.array(returns), numbers.reshape(-1))
+        return cls(of_token, np.array(returns), numbers.reshape(-1))
 
     def advantages(self, leave_one_out: bool, normalize_by_std: bool) -> np.ndarray:
-        """[P]; 0 where all that are compared returned the same."""
+        """Return [P] advantages; 0 if all compared returns are equal."""
         sizes = np.bincount(self.peers)
         distances = self.returns - (np.bincount(self.peers, self.returns) / sizes)[self.peers]
         stds = np.sqrt(np.bincount(self.peers, distances**2) / np.maximum(sizes - 1, 1))[self.peers]
@@ -136,6 +134,20 @@ class TurnParts:
         if normalize_by_std:
             advantages = advantages / (stds + STD_EPSILON)
         return np.where(stds > SPREAD_TOLERANCE, advantages, 0.0)
+
+
+def _cuts_of_rollout(sequences: TrainingSequences, places: np.ndarray) -> tuple[list[list[int]], list[float]]:
+    """Return the positions after rewarded turns for each sequence of a rollout, and the rewards of these turns.
+
+    A turn without a later trained token makes no cut: its reward belongs to the last part.
+    """
+    cuts = [[end for end, _ in sequences.turn_rewards[place]] for place in places]
+    rewards = [reward for place in places for _, reward in sequences.turn_rewards[place]]
+    begin, end = sequences.offsets[places[-1] : places[-1] + 2]
+    trained = int(np.flatnonzero(sequences.loss_mask[begin:end])[-1]) + 1
+    last_cuts = [cut for cut in cuts[-1] if cut < trained]
+    removed = len(cuts[-1]) - len(last_cuts)
+    return [*cuts[:-1], last_cuts], rewards[: len(rewards) - removed]
 
 
 def group_baselines(groups: Groups, leave_one_out: bool) -> np.ndarray:
@@ -156,7 +168,6 @@ def group_advantages(rewards: np.ndarray, groups: Groups, leave_one_out: bool, n
     return np.where(groups.of_sequences(groups.has_spread), advantages, 0.0)
 
 
-@register(GDPOConfig)
 class GDPO(GroupRelative):
     """GDPO: every reward component is compared within its group by itself, then they are added up (arXiv 2601.05242).
 
@@ -187,42 +198,41 @@ class GDPO(GroupRelative):
         return np.where(teaching, (total - by_rollout.mean()) / (by_rollout.std(ddof=1) + STD_EPSILON), 0.0)
 
     def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
-        """Where any component has spread: the sum may be equal although its parts are not."""
+        """Return True if any component has spread: the sum may be equal although its parts differ."""
         spread = [Groups.of(sequences, sequences.reward_components[name]) for name in self._components(sequences)]
         return np.logical_or.reduce([part.of_sequences(part.has_spread) for part in spread])
 
     def _components(self, sequences: TrainingSequences) -> dict[str, float]:
         """Weight of each component, by name; every one of them is known for every sequence."""
-        found = sequences.reward_components
-        weights = self.weights or dict.fromkeys(found, 1.0)
+        components = sequences.reward_components
+        weights = self.weights or dict.fromkeys(components, 1.0)
         if len(weights) < 2:
             raise DataError(
                 f"train.algorithm.kind is gdpo, which needs two or more reward components, but the rollouts have "
-                f"{', '.join(found) or 'none'}. Let the environment's verdict give reward_components, or set kind to grpo."
+                f"{', '.join(components) or 'none'}. Let the environment's verdict give reward_components, or set kind to grpo."
             )
         for name in weights:
-            values = found.get(name, np.full(len(sequences), np.nan))
+            values = components.get(name, np.full(len(sequences), np.nan))
             if len(missing := np.flatnonzero(~np.isfinite(values))):
                 raise DataError(
                     f"sequence {sequences.sequence_ids[missing[0]]!r} has no finite reward component {name!r} "
-                    f"({len(missing)} of {len(sequences)} sequences; found: {', '.join(found) or 'none'}). The "
+                    f"({len(missing)} of {len(sequences)} sequences; found: {', '.join(components) or 'none'}). The "
                     "environment has to give it for every rollout, or train.algorithm.weights must not name it."
                 )
         return weights
 
 
-@register(ReinforcePlusPlusConfig)
 class ReinforcePlusPlus(PolicyGradientAlgorithm):
     """REINFORCE++: a critic-free policy gradient with the KL as a reward of each token (arXiv 2501.03262).
 
-    Invariant: the reward is given to a rollout's last token and each token pays for its own KL, so a token's return is what
-    comes after it; the advantages of the iteration's trained tokens have mean 0 and variance 1.
+    Invariant: a rollout's last token gets the reward and each token pays for its own KL, so a token's return is the sum
+    of later ones. The advantages of the iteration's trained tokens have mean 0 and variance 1.
 
         A_t = r − m − β · Σ_{i ≥ t} KL_i            m: the group's mean, with minus_baseline
         A_t ← (A_t − mean) / sqrt(max(variance, 1e-8))        over all trained tokens of the iteration
 
-    All rollouts teach, also those of a group without spread: the baseline is the batch, and their KL counts. Only the last of a
-    group, whose mean is its own reward, does not with minus_baseline: its KL alone would be what it teaches.
+    Groups without spread are trained on, too: the baseline is the batch, and their KL counts. With minus_baseline, a
+    rollout that is alone in its group is omitted, because the mean is its own reward and only its KL would remain.
     """
 
     kl_of_rollouts = False
@@ -249,13 +259,12 @@ class ReinforcePlusPlus(PolicyGradientAlgorithm):
         return groups.of_sequences(groups.sizes > 1) if self.minus_baseline else np.ones(len(sequences), dtype=bool)
 
 
-@register(DistillationConfig)
 class OnPolicyDistillation(PolicyGradientAlgorithm):
-    """On-policy distillation: the policy's own rollouts, judged token by token by a teacher (arXiv 2306.13649).
+    """On-policy distillation: a teacher judges the policy's own rollouts token by token (arXiv 2306.13649).
 
-    Invariant: a token's advantage is log teacher − log policy, from before the first update and under the same temperature; the
-    environment's reward is recorded and has no part in it. In expectation over the policy's samples, this is a step down
-    KL(policy ‖ teacher) of the next-token distribution, at each prefix that the policy came to.
+    Invariant: a token's advantage is log teacher − log policy, from before the first update and at the same
+    temperature; the environment's reward is recorded but not used. In expectation over the policy's samples, this is a
+    step down KL(policy ‖ teacher) of the next-token distribution, at each prefix that the policy reached.
     """
 
     needs_log_probs = True
@@ -277,7 +286,6 @@ class OnPolicyDistillation(PolicyGradientAlgorithm):
         return np.ones(len(sequences), dtype=bool)
 
 
-@register(CrossEntropyConfig)
 class CrossEntropy:
     """Cross-entropy on chosen rollouts: supervised fine-tuning when all are chosen, rejection sampling when the good ones are.
 

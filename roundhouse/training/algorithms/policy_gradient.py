@@ -1,41 +1,30 @@
-"""What all policy gradients share: from rewards to columns, with a hook for the advantage and one for the trainable sequences.
+"""Common part of all policy gradients: from rewards to columns, with hooks for the advantage and the trainable
+sequences.
 
-Invariant: a sequence that is not trainable, or that is masked as truncated, has no weight in any term; the advantage of all
-others applies to their generated tokens and nowhere else. Rewards are read through `shape_rewards` and, with KL in the reward,
-less the KL of the whole rollout. A group has spread when its rewards differ as the environment gave them and as they are
-shaped: what shaping makes equal teaches nothing, and neither does a penalty or KL noise alone.
-
-A new algorithm is a subclass with its `advantages`:
+Invariant: an untrainable sequence, or one masked as truncated, has no weight in any term; for the others, the advantage
+applies to generated tokens only. A group has spread if its rewards differ both as given by the environment and after
+shaping, so neither a penalty nor KL noise alone trains.
 
     class SignOnly(PolicyGradientAlgorithm):
-        \"\"\"+1 above the group's mean, −1 below.\"\"\"
+        '''+1 above the group's mean, −1 below.'''
 
         def advantages(self, sequences, rewards, groups):
             return np.sign(rewards.values - groups.of_sequences(groups.means))
 
-Invariants of shaping, the KL in the reward, and group statistics:
+Further invariants:
 
-* Shaping never changes what is recorded: the environment's reward stays on the sequence, decides which groups have spread, and
-  is what `reward` reports. All sequences of a rollout get the same correction.
-* Sequences are averaged per rollout, rollouts per group. A rollout counts once in its group, however many sequences it was
-  split into, and a group is what carries the same explicit `group_id`, never what happens to have the same prompt.
-* The KL in the reward is a constant of the sampled tokens: no gradient runs through it (`loss.reference_kl` has the one that
-  carries a gradient). Its coefficient follows from the iteration before and from what that one measured; it is stored in the
-  trainer's cursor, so that a resumed run continues with it.
-
-    rewards 0 1 1, scaling [0, 1] -> [-1, 1], the last one truncated with factor 0      ->  -1  1  0
-
-    group  rollout  sequence rewards    rollout reward    group mean
-    g      a        1, 1, 1             1                 (1 + 0) / 2 = 0.5
-    g      b        0                   0
-
-* The branches of a turn are a group, and the rollout that they leave is one more that they are compared with. It is trained on
-  in the group of its own task alone, where the turns that they share have their one gradient; given the state at the branch
-  its reward does not depend on what a branch samples, so that a baseline with it has no bias.
-
-    group   rollout   reward    group mean           of g: a 1, b 0
-    a@2     a@2/0     0         (0 + 0 + 1) / 3      its third is a's
-    a@2     a@2/1     0
+* Shaping does not change the record: the environment's reward stays on the sequence, decides the spread, and is
+reported as `reward`.
+  All sequences of a rollout get the same correction.
+* A rollout counts once in its group, however many sequences it has. A group has one `group_id`; equal prompts do not
+make a group.
+* The KL in the reward is a constant of the sampled tokens without a gradient (`loss.reference_kl` has one with a
+gradient). Its
+  coefficient follows from the previous iteration and is stored in the trainer's cursor, so a resumed run continues with
+  it.
+* The branches of a turn form a group, with the rollout that they leave as one more member for comparison. That rollout
+is trained on
+  only in its own group. Its reward does not depend on a branch's samples, so the baseline is unbiased.
 """
 
 from __future__ import annotations
@@ -68,7 +57,7 @@ class Groups:
     rollout_rewards: np.ndarray
     """[R] float64: mean reward of the rollout's sequences."""
     sizes: np.ndarray
-    """[G] int: rollouts of each group, with the one that branches left."""
+    """[G] int: rollouts of each group, including the source of branches."""
     means: np.ndarray
     """[G] float64: mean of these rollouts' rewards."""
     stds: np.ndarray
@@ -83,10 +72,10 @@ class Groups:
         groups, group_of_sequence = _number(sequences.group_ids)
         group_of_rollout = np.zeros(len(rollouts), dtype=np.int64)
         group_of_rollout[rollout_of_sequence] = group_of_sequence
-        given = sequences.rewards if rewards is None else rewards
-        rewards = _means(given, rollout_of_sequence, len(rollouts))
+        values = sequences.rewards if rewards is None else rewards
+        rewards = _means(values, rollout_of_sequence, len(rollouts))
         numbers = {name: number for number, name in enumerate(rollouts)}
-        # By group of branches, the rollout that they left, where it is among the sequences.
+        # Per group of branches, the source rollout, if it is among the sequences.
         left = {
             int(group): numbers[origin]
             for group, origin in zip(group_of_sequence, sequences.branched_from, strict=True)
@@ -171,7 +160,7 @@ def shape_rewards(sequences: TrainingSequences, shaping: RewardShaping) -> np.nd
     if shaping.truncated_factor is not None:
         rewards = np.where(sequences.truncated, shaping.truncated_factor * rewards, rewards)
     if shaping.overlong is not None:
-        rewards = rewards + overlong_penalties(sequences.generated_tokens, shaping.overlong)
+        rewards = rewards + overlong_penalties(sequences.generated_tokens, shaping.overlong, shaping.overlong_penalty)
     return rewards
 
 
@@ -181,14 +170,14 @@ def scale(rewards: np.ndarray, scaling: Scaling) -> np.ndarray:
     return start + (np.clip(rewards, low, high) - low) * (end - start) / (high - low)
 
 
-def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping) -> np.ndarray:
-    """[S] penalties, 0 up to `limit - buffer` tokens, then linear, and `-penalty` from the limit on.
+def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping, penalty: float) -> np.ndarray:
+    """[S] penalties: 0 up to `limit - buffer` tokens, then linear, and `-penalty` from the limit on.
 
-    DAPO (arXiv 2503.14476), equation 13. The length is the whole rollout's, not that of its first answer, and the penalty has
-    a floor: a rollout twice as long as the limit is no worse than one at it.
+    DAPO (arXiv 2503.14476), equation 13. The length is the whole rollout's, not that of its first answer, and the
+    penalty has a floor: a rollout twice as long as the limit is no worse than one at it.
     """
     beyond = generated_tokens - (shaping.max_generated_tokens - shaping.buffer_tokens)
-    return -np.clip(beyond / shaping.buffer_tokens, 0.0, 1.0) * shaping.penalty
+    return -np.clip(beyond / shaping.buffer_tokens, 0.0, 1.0) * penalty
 
 
 MAX_RELATIVE_ERROR = 0.2
@@ -230,14 +219,14 @@ class Rewards:
     """The rewards of an iteration, on their way to advantages."""
 
     values: np.ndarray
-    """[S] float64: shaped, and less the KL where that is in the reward of whole rollouts."""
+    """[S] float64: shaped rewards, minus the KL if that is in the reward of whole rollouts."""
     shaped: np.ndarray
     """[S] float64: shaped alone."""
     kl: np.ndarray | None
     """[T] float64: coefficient times KL at each generated token; None without KL in the reward."""
     metrics: dict[str, float]
     estimates: CriticEstimates | None = None
-    """What a critic's predictions make of them; None without one."""
+    """Advantages and returns from a critic's predictions; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +235,7 @@ class CriticEstimates:
 
     advantages: np.ndarray
     returns: np.ndarray
-    """What the critic is to predict: the advantage plus what it did predict."""
+    """The critic's targets: the advantage plus its prediction."""
 
 
 class PolicyGradientAlgorithm:
@@ -289,15 +278,16 @@ class PolicyGradientAlgorithm:
         return self.config.kl_placement == "reward" and self.needs_reference
 
     def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
-        """[S] advantages, or [T] where tokens of a sequence differ; `groups` has the statistics of `rewards.values`."""
+        """Return [S] advantages, or [T] if tokens of a sequence differ; `groups` has the statistics of
+        `rewards.values`."""
         raise NotImplementedError
 
     def baselines(self, groups: Groups) -> np.ndarray:
-        """[S] what a reward is compared with, for a person to see."""
+        """Return [S] baselines of the rewards, for people to inspect."""
         return groups.of_sequences(groups.means)
 
     def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
-        """[S] bool; `groups` has the statistics of the environment's rewards, and spread where shaping left some."""
+        """Return [S] bool; `groups` has the statistics of the environment's rewards, and spread if shaping left some."""
         return groups.of_sequences(groups.has_spread)
 
     def compute(self, sequences: TrainingSequences, inputs: AlgorithmInputs = AlgorithmInputs()) -> TokenSignals:
@@ -326,8 +316,8 @@ class PolicyGradientAlgorithm:
             entropy_weights=weights * np.float32(self.config.entropy_coefficient),
             cross_entropy_weights=weights * positive * np.float32(self.config.positive_nll_weight),
         )
-        shown = per_sequence(by_token * np.repeat(trainable, sequences.lengths), sequences)
-        metrics = reward_metrics(sequences, plain) | advantage_metrics(shown) | rewards.metrics
+        advantage_column = per_sequence(by_token * np.repeat(trainable, sequences.lengths), sequences)
+        metrics = reward_metrics(sequences, plain) | advantage_metrics(advantage_column) | rewards.metrics
         if coefficient > 0:
             metrics["kl_coefficient"] = coefficient
         if rewards.shaped is not sequences.rewards:
@@ -335,7 +325,9 @@ class PolicyGradientAlgorithm:
         if self.config.mask_truncated:
             metrics["num_truncated_masked"] = float(masked.sum())
         returns = None if rewards.estimates is None else rewards.estimates.returns.astype(np.float32)
-        return TokenSignals(columns, metrics, {"advantage": shown, "baseline": self.baselines(groups)}, returns)
+        return TokenSignals(
+            columns, metrics, {"advantage": advantage_column, "baseline": self.baselines(groups)}, returns
+        )
 
     def read_rewards(
         self, sequences: TrainingSequences, plain: Groups, inputs: AlgorithmInputs, coefficient: float
@@ -405,7 +397,7 @@ def reward_metrics(sequences: TrainingSequences, groups: Groups) -> dict[str, fl
 
 
 def advantage_metrics(advantages: np.ndarray) -> dict[str, float]:
-    """Of [S] advantages."""
+    """Return the metrics of [S] advantages."""
     return {
         "advantages/mean": float(advantages.mean()),
         "advantages/max": float(advantages.max()),

@@ -1,21 +1,20 @@
-"""PPO with a critic: advantages from what a second model expected at each token.
+"""PPO with a critic: advantages relative to a second model's prediction at each token.
 
-Invariant: only generated tokens carry values and advantages. A trace goes over the generated tokens of a sequence in their
-order, across turns and what the environment wrote between them, and a rollout's reward is given to the last one.
+Invariant: only generated tokens have values and advantages. A trace follows the generated tokens of a sequence in
+order, across turns and the environment's text between them; the last one gets the rollout's reward.
 
     δ_t = r_t + γ · V_{t+1} − V_t        A_t = δ_t + γ · λ · A_{t+1}        R_t = A_t + V_t
 
-with t the generated tokens alone, V_t the critic's prediction from everything before token t, and r_t = 0 but for the last
-token's reward and each token's KL where that is in the reward (Schulman et al., arXiv 1506.02438, equations 11 and 16; the
-loop of TRL's PPOTrainer). Behind the last token V is 0 where the rollout ended by itself, and the critic's prediction there
-where a limit cut it off, so that a limit is no verdict (Pardo et al., arXiv 1712.00378).
+with t over generated tokens, V_t the critic's prediction from everything before token t, and r_t = 0 except for the
+last token's reward and, if the KL is in the reward, each token's KL (Schulman et al., arXiv 1506.02438, equations 11
+and 16; the loop of TRL's PPOTrainer). After the last token V is 0 if the rollout ended by itself, and the critic's
+prediction if a limit cut it, so that a limit is not a verdict (Pardo et al., arXiv 1712.00378).
 
     mask      0 0 1 1 0 0 1        γ = λ = 1, reward 1, V = .2 .5 .6 on the three generated tokens
     A             .8 .5     .4
     R              1  1      1
 
-Where a rollout was split into several sequences, each is a trace of its own with the rollout's reward and end, as in every
-other algorithm.
+Each sequence of a split rollout is a separate trace with the rollout's reward and end, as in every other algorithm.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from roundhouse.config.algorithms import PPOConfig
-from roundhouse.training.algorithms import AlgorithmInputs, TokenSignals, register
+from roundhouse.training.algorithms import AlgorithmInputs, TokenSignals
 from roundhouse.training.algorithms.policy_gradient import (
     CriticEstimates,
     Groups,
@@ -37,7 +36,6 @@ from roundhouse.training.algorithms.policy_gradient import (
 from roundhouse.training.batch import TrainingSequences
 
 
-@register(PPOConfig)
 class PPO(PolicyGradientAlgorithm):
     """Every rollout teaches: the critic is the baseline, so that no group and no spread is needed."""
 
@@ -93,14 +91,15 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> np.ndarray:
-    """[T] float64 advantages of the generated tokens, 0 elsewhere.
+    """Return [T] float64 advantages of the generated tokens, 0 elsewhere.
 
-    All sequences go one generated token back at a time, so that the work in Python is that of the longest.
+    All sequences step back by one generated token at a time, so the number of Python steps is that of the longest
+    sequence.
 
     Args:
         rewards: [T] of each token.
         values: [T] before each generated token.
-        final_values: [S] behind the last one.
+        final_values: [S] after the last one.
     """
     generated = np.flatnonzero(sequences.loss_mask)
     counts = np.add.reduceat(sequences.loss_mask.astype(np.int64), sequences.offsets[:-1])

@@ -32,11 +32,11 @@ CONNECT_SECONDS = 10.0
 ENDING_SECONDS = 10.0
 """For an actor to end its engine and to clean up, before it is killed."""
 NAMING_SECONDS = 20.0
-"""For an actor with ranks to find and name the one that hangs, beyond the time limit of a verb."""
+"""Extra time for an actor with ranks to find and name a hanging one, beyond the time limit of a verb."""
 
 
 class TrainActor:
-    """A served engine in an actor. Where none can begin, each verb is answered with the reason."""
+    """A served engine in an actor. If the engine cannot start, each verb is answered with the reason."""
 
     def __init__(self, config: str, temperature: float, open_engine: OpenEngine | None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="roundhouse-train-")
@@ -65,11 +65,11 @@ class RayTrainService(ChannelService):
     """The verbs of `verbs.TrainService` on an actor that lives as long as this object is open.
 
     Args:
-        placement_group: id of the group in whose last bundle the actor is to be; None: wherever there is room.
-        open_engine: a function of a module, as of `ServedTrainEngine`: what the actor computes with.
+        placement_group: ID of the group whose last bundle holds the actor; None: anywhere.
+        open_engine: a function of a module, as for `ServedTrainEngine`, that makes the actor's engine.
 
     Raises:
-        InfraError: the cluster cannot be reached, or has no such group.
+        InfraError: the cluster cannot be reached, or lacks the group.
     """
 
     def __init__(
@@ -91,41 +91,57 @@ class RayTrainService(ChannelService):
 
 
 def join_cluster(address: str | None, key: str) -> None:
-    """Make this process a driver of a cluster: of `address`, else of the one that it was started in, else of one of its own.
-    Never of the machine's last one, which may be dead. `key` is where the address is configured.
+    """Make this process a driver of a cluster: of `address`, else of the one that started it, else of a new one. The
+    machine's last cluster is not used, because it may be dead. `key` is the configuration key of the address.
 
     Raises:
         InfraError: the cluster cannot be reached.
     """
     if ray.is_initialized():
         return
-    # A stage is in a thread, where Ray cannot take SIGTERM over and warns; the flow's process handles the signal.
+    # A stage runs in a thread, in which Ray cannot handle SIGTERM and warns; the flow's process handles the signal.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     cluster = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         host, separator, port = cluster.rpartition(":")
-        if separator and "//" not in host:  # Ray ends the whole process where a head does not answer
+        if separator and "//" not in host:  # Ray ends the whole process if a head does not answer
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        _take_environment()
         ray.init(address=cluster, log_to_driver=False, configure_logging=False)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise InfraError(f"The Ray cluster ({key}: {cluster}) cannot be joined: {error}") from error
 
 
+def _take_environment() -> None:
+    """Let Ray read again how its cluster is reached: on the loopback interface or not, with a token or without.
+
+    Ray reads it when it is imported. A process that imported Ray before the services started would look for their cluster at
+    the machine's address, and be refused there.
+    """
+    constants = ray._private.ray_constants
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(
+        constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX
+    )
+    library: Any = ray._raylet
+    library.Config.initialize("")
+    library.AuthenticationTokenLoader.instance().reset_cache()
+
+
 def last_bundle_of(placement_group: str) -> PlacementGroupSchedulingStrategy:
-    """A place in this group.
+    """Return the scheduling strategy for the group's last bundle.
 
     Raises:
-        InfraError: the cluster has no such group.
+        InfraError: the cluster lacks the group.
     """
-    told = placement_group_table().get(placement_group)
-    if told is None or told["state"] != "CREATED":
-        state = "unknown here" if told is None else told["state"]
+    description = placement_group_table().get(placement_group)
+    if description is None or description["state"] != "CREATED":
+        state = "unknown here" if description is None else description["state"]
         raise InfraError(
             f"The placement group {placement_group}, in which the trainer has its place near the engine, is {state}. Is "
             "train.service.address the cluster that the engine is on? Leave it unset to take the flow's."
         )
     group = PlacementGroup(PlacementGroupID(bytes.fromhex(placement_group)))
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=len(told["bundles"]) - 1)
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=len(description["bundles"]) - 1)
 
 
 class ActorChannel:

@@ -17,6 +17,7 @@ import httpx
 
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import ServiceUnreachable
+from roundhouse.http.clients import http_client
 from roundhouse.retry import Backoff
 from roundhouse.training.service import protocol
 from roundhouse.training.service.wire import ChannelService
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 PAUSES = Backoff(0.2, longest=10.0)
 _UNANSWERED = {502, 503, 504}
-"""What a proxy says in the server's place."""
+"""Status codes of a proxy whose server does not answer."""
 
 
 class RemoteTrainService(ChannelService):
@@ -56,7 +57,7 @@ class RemoteTrainService(ChannelService):
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
-        http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
+        http = http_client(url, headers=headers, timeout=timeout, transport=transport)
         opening = protocol.OpenSession(owner=owner, config=config, temperature=temperature)
         super().__init__(HttpChannel(http, opening, retry_seconds, timeout_seconds))
 
@@ -102,11 +103,11 @@ class HttpChannel:
         return {protocol.SESSION_HEADER: self._session}
 
     def _until_answered(self, what: str, attempt: Callable[[], httpx.Response]) -> bytes:
-        """Send until there is an answer, and return its body.
+        """Send until the service answers, and return the body.
 
         Raises:
-            ServiceUnreachable: there is none within `retry_seconds`.
-            InfraError: it says that the service failed or lost the session.
+            ServiceUnreachable: no answer arrived within `retry_seconds`.
+            InfraError: the service failed or lost the session.
         """
         deadline = time.monotonic() + self.retry_seconds
         for number in itertools.count(1):

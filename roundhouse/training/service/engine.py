@@ -1,8 +1,8 @@
 """The train service in this process: a model, AdamW, and the verbs on them.
 
-Invariant: a verb that raises, and one whose loss or gradient norm is not finite, leaves no gradient and no weight
-changed. The weights after a verb depend on the weights, the optimizer's state and the request alone. A saved optimizer state
-read back continues bit for bit.
+Invariant: a verb that raises, or whose loss or gradient norm is not finite, leaves no gradient and changes no weight.
+The weights after a verb depend on the weights, the optimizer's state and the request alone. A saved optimizer state
+continues bit for bit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFUSALS = (DataError, ConfigError, StoreError)
-"""What a request brings about by itself: raised alike by all ranks, which stay."""
+"""Errors caused by the request itself: all ranks raise them alike and stay."""
 
 
 class TrainEngine:
@@ -187,7 +187,7 @@ class TrainEngine:
             save_model(self.model, self._side_files, directory, self.ranks)
         if cursor is not None:
             state = directory / TRAINER_DIRECTORY
-            if self.ranks.is_beside_leader:  # whose ranks write
+            if self.ranks.is_beside_leader:  # ranks that write
                 state.mkdir(exist_ok=True)
             save_optimizer(self.model, self.optimizer, state, self.ranks)
             save_adapter(self.model, state, self.ranks)
@@ -214,10 +214,10 @@ class TrainEngine:
             with self._raised_by_all():
                 if self.ranks.rank == self.ranks.first_here:
                     own = opened.enter_context(on_this_machine(model, state))
-            found = self.ranks.gather(own)[self.ranks.first_here]
-            assert found is not None, "of a first rank"
+            result = self.ranks.gather(own)[self.ranks.first_here]
+            assert result is not None, "of a first rank"
             try:
-                yield found
+                yield result
             except REFUSALS as error:  # by all ranks, of which one may find next that its files are damaged
                 refused = error
             except Exception:  # this rank's own: its peers do not come to the block's end
@@ -296,8 +296,8 @@ class TrainEngine:
         return cursor, optimizer
 
     def _holds_frozen_low(self, role: Role, directory: Path, trainer_state: Path | None) -> bool:
-        """Whether frozen matrices are held in bfloat16: always of a model that is never saved, of an adapter's where its files
-        have them so, since what is saved keeps every bit."""
+        """Return whether frozen matrices are held in bfloat16: always for a model that is never saved, for an adapter's
+        base if its files have them so, because saving must keep every bit."""
         if self.config.dtype != "bfloat16" or not role.learns:
             return self.config.dtype == "bfloat16"
         if role is not Role.POLICY or self.config.lora is None:
@@ -328,19 +328,19 @@ class TrainEngine:
 
     def weights_digest(self) -> tuple[str, int]:
         """`digest_of_tensors` of the weights that `store_checkpoint` would write now, and how many tensors they are."""
-        held = self.held_weights("float32")
-        return held.digest, len(held.described)
+        weights = self.held_weights("float32")
+        return weights.digest, len(weights.described)
 
     def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
         self.end_transfer()
-        held = self.held_weights(offer.dtype)
-        if held.digest != digest:
+        weights = self.held_weights(offer.dtype)
+        if weights.digest != digest:
             raise DataError(
-                f"The trainer holds weights with the digest {held.digest}, and the checkpoint's is {digest}."
+                f"The trainer holds weights with the digest {weights.digest}, and the checkpoint's is {digest}."
             )
-        self._sender = Sender(held.described, lambda: self.weights_in(offer.dtype), offer)
+        self._sender = Sender(weights.described, lambda: self.weights_in(offer.dtype), offer)
         self._sender.begin()
-        return TransferBegun(digest=held.sent_digest, source=self._sender.source())
+        return TransferBegun(digest=weights.sent_digest, source=self._sender.source())
 
     def end_transfer(self) -> None:
         sender, self._sender = self._sender, None
@@ -351,7 +351,7 @@ class TrainEngine:
             )
 
     def held_weights(self, dtype: Dtype) -> HeldWeights:
-        """What the policy's weights are, and what they would be in this type; all ranks take part."""
+        """Describe the policy's weights and their conversion to this type; all ranks take part."""
         return held_weights(self.model, self.ranks, getattr(torch, dtype))
 
     def weights_in(self, dtype: Dtype) -> Generator[tuple[str, torch.Tensor]]:
@@ -435,9 +435,9 @@ class TrainEngine:
 
     def _prepared(self, model: PreTrainedModel, role: Role) -> Scorer:
         """The model ready to score, its parameters on the device or spread over the ranks."""
-        made, chunk, sharded = Scorer, self.config.logits_chunk_tokens, self.ranks.size > 1
+        wrapper, chunk, sharded = Scorer, self.config.logits_chunk_tokens, self.ranks.size > 1
         if role is Role.CRITIC:
-            made, chunk = Critic, 0
+            wrapper, chunk = Critic, 0
         if self.ranks.context is not None:
             refuse_unfit_heads(model.config, self.ranks.context.size, self.ranks.columns)
         replace_norms(model)
@@ -446,7 +446,7 @@ class TrainEngine:
             split_matrices(model, self.ranks.mesh)
         if self.ranks.experts is not None:
             split_experts(model, self.ranks.experts)
-        scorer = made(
+        scorer = wrapper(
             model,
             temperature=self.temperature,
             dtype=self.config.dtype,
@@ -460,15 +460,15 @@ class TrainEngine:
 
     @contextmanager
     def _raised_by_all(self) -> Iterator[None]:
-        """What the block finds wrong with the request's files is raised by all ranks, each of which reads only its part."""
-        found: RoundhouseError | None = None
+        """Let all ranks raise any fault of the request's files, of which each reads only its part."""
+        own_error: RoundhouseError | None = None
         try:
             yield
         except REFUSALS as error:
-            found = error
-        problems = self.ranks.gather(None if found is None else (type(found), str(found)))
-        if found is not None:
-            raise found
+            own_error = error
+        problems = self.ranks.gather(None if own_error is None else (type(own_error), str(own_error)))
+        if own_error is not None:
+            raise own_error
         for rank, problem in enumerate(problems):
             if problem is not None:
                 kind, text = problem
@@ -487,8 +487,8 @@ class TrainEngine:
 
 
 _Loss = Callable[[torch.Tensor, Prediction], tuple[torch.Tensor, torch.Tensor]]
-"""From a microbatch's predicted tokens, as positions in the batch, and what was computed for them, to the loss and its policy
-term (detached)."""
+"""Function from a microbatch's predicted tokens, as positions in the batch, and their values to the loss and its
+policy term (detached)."""
 
 
 class _LossTensors:
@@ -540,11 +540,11 @@ def _require_same_architecture(held: PreTrainedModel, found: PreTrainedModel, di
 
 def unfit_for_gpu(config: TrainConfig) -> list[str]:
     """The settings that fit a CPU's small models and run a GPU out of memory or time: key, value and what to set instead."""
-    found = []
+    warnings = []
     if config.dtype == "float32":
-        found.append("train.dtype is float32, which has no fused attention and half the speed; set bfloat16")
+        warnings.append("train.dtype is float32, which has no fused attention and half the speed; set bfloat16")
     if config.logits_chunk_tokens == 0:
-        found.append("train.logits_chunk_tokens is 0, so logits of a whole microbatch exist; set 1024")
+        warnings.append("train.logits_chunk_tokens is 0, so logits of a whole microbatch exist; set 1024")
     if not config.activation_checkpointing:
-        found.append("train.activation_checkpointing is false, which long sequences need; set true")
-    return found
+        warnings.append("train.activation_checkpointing is false, which long sequences need; set true")
+    return warnings

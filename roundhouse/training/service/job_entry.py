@@ -1,9 +1,10 @@
-"""The entry of a process that does one piece of work for another: its spec comes in, its error goes out.
+"""Entry of a process that does one piece of work for another: it reads a spec and returns its error.
 
-Invariant: what the process raised is raised by its parent as the same kind of error, from `error.json` if the process could
-still write it, else from its exit code. The module imports nothing heavy, because the waiting parent imports it too.
+Invariant: the parent raises the process's error as the same kind, from `error.json` if the process could still write
+it, else from its exit code. The module imports nothing heavy, because the waiting parent imports it too.
 
-    0 done; 65 a data error and 78 a configuration error (repeating does not help); 74 a store error; 75 machines or networks
+    0 done; 65 a data error and 78 a configuration error (repeating does not help); 74 a store error; 75 machines or
+    networks
 """
 
 from __future__ import annotations
@@ -16,12 +17,22 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from roundhouse.errors import EXIT_CODES, ConfigError, InfraError, RoundhouseError, StoreError
+from roundhouse.errors import (
+    EXIT_CODES,
+    KILLED_FOR_MEMORY,
+    ConfigError,
+    InfraError,
+    ProcessKilled,
+    RoundhouseError,
+    StoreError,
+)
 from roundhouse.store.location import Location, NotFound
 
 SPEC, REPORT, ERROR = "spec.json", "report.json", "error.json"
 ADDRESS_VARIABLE = "ROUNDHOUSE_ADDRESS"
-"""By which other machines reach the one that a program runs on, where its launcher starts programs elsewhere."""
+"""Address of a program's machine for other machines, if its launcher starts programs elsewhere."""
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""`torchrun` starts its ranks by `-m` without `-P`: a module of the working directory would hide one of theirs."""
 RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """`torchrun` opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 
@@ -40,12 +51,12 @@ def torchrun(ranks: int, meeting: str) -> list[str]:
 
 
 def torchrun_of_machine(machine: int | str, machines: int, ranks: int, address: str, port: int) -> list[str]:
-    """Arguments of the interpreter that start the ranks of one of several machines.
+    """Return the interpreter's arguments that start the ranks of one of several machines.
 
     Args:
         machine: its number; ranks are counted from those of machine 0.
         ranks: on each.
-        address: of machine 0, where they meet.
+        address: of machine 0, at which they meet.
     """
     return [
         *("-m", "torch.distributed.run"),
@@ -55,10 +66,10 @@ def torchrun_of_machine(machine: int | str, machines: int, ranks: int, address: 
 
 
 def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
-    """The spec in a file, or at a URI of the store.
+    """Read the spec in a file, or at a URI of the store.
 
     Raises:
-        ConfigError: there is none; `what` names what it should describe.
+        ConfigError: it is missing; `what` names its subject.
     """
     directory, _, name = path.rpartition("/")
     try:
@@ -73,10 +84,10 @@ def tell_error(place: str | None, error: RoundhouseError) -> None:
     sys.stderr.write(f"{error}\n")
     if place is None:
         return
-    told = {"kind": _kind(error).__name__, "message": str(error)}
+    record = {"kind": _kind(error).__name__, "message": str(error)}
     try:
         # of several ranks the first to fail is the cause: the others lost their peer
-        Location(place).create(ERROR, json.dumps(told).encode())
+        Location(place).create(ERROR, json.dumps(record).encode())
     except StoreError as unwritten:
         sys.stderr.write(f"{unwritten}\n")
 
@@ -84,15 +95,15 @@ def tell_error(place: str | None, error: RoundhouseError) -> None:
 def read_error(location: Location) -> RoundhouseError | None:
     """The error that a process left, as it was raised there."""
     try:
-        told = json.loads(location.read(ERROR))
+        record = json.loads(location.read(ERROR))
     except (NotFound, ValueError):
         return None
     kinds = {kind.__name__: kind for kind in EXIT_CODES}
-    return kinds.get(told.get("kind"), InfraError)(str(told.get("message")))
+    return kinds.get(record.get("kind"), InfraError)(str(record.get("message")))
 
 
 def kind_of(code: int) -> type[RoundhouseError]:
-    """Of the error that a process ended with, by its exit code."""
+    """Return the kind of a process's error by its exit code."""
     return next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
 
 
@@ -101,10 +112,12 @@ def exit_code(error: RoundhouseError) -> int:
 
 
 def error_of(code: int, what: str, said: str) -> RoundhouseError:
-    """The error of a process that left none. `what` names it; `said` is the end of its log."""
-    memory = " (by the kernel, when its memory was full?)" if code == -signal.SIGKILL else ""
-    ended = f"was killed by signal {-code}{memory}" if code < 0 else f"ended with exit code {code}"
-    return kind_of(code)(f"{what} {ended}. The last it said: {said}")
+    """Make the error of a process that left none. `what` names it; `said` is the end of its log."""
+    log = f"The last it said: {said}"
+    if code < 0:
+        memory = f" {KILLED_FOR_MEMORY}" if code == -signal.SIGKILL else ""
+        return ProcessKilled(f"{what} was killed by signal {-code}.{memory} {log}")
+    return kind_of(code)(f"{what} ended with exit code {code}. {log}")
 
 
 def _kind(error: RoundhouseError) -> type[RoundhouseError]:

@@ -1,14 +1,14 @@
-"""One training step in a process of its own: `python -m roundhouse.training.service.one_shot --spec spec.json`.
+"""One training step in a separate process: `python -m roundhouse.training.service.one_shot --spec spec.json`.
 
-Invariant: the process depends on nothing but its spec and what the spec names in the store, and leaves its result in the
-store: the checkpoint's files, then `columns.parquet`, and last `report.json`, which exists exactly when the step is whole.
-So it runs anywhere (next to the train stage, or as a Kubernetes Job), and running it again writes the same files, to another
+Invariant: the process depends only on its spec and the store objects that it names, and leaves its result in the store:
+the checkpoint's files, then `columns.parquet`, and last `report.json`, which exists exactly if the step is whole. It
+can run anywhere (next to the train stage, or as a Kubernetes Job), and a repetition writes the same files to another
 place.
 
     torchrun --nproc-per-node 8 -m roundhouse.training.service.one_shot --spec spec.json     one model over eight ranks
 
-Exit codes say whether repeating can help: 0 done; 65 a data error and 78 a configuration error (it cannot); 74 a store error;
-75 a failure of machines or networks (it can). `error.json` next to the report has the message.
+Exit codes show whether repeating can help: 0 done; 65 a data error and 78 a configuration error (it cannot); 74 a store
+error; 75 a failure of machines or networks (it can). `error.json` next to the report has the message.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ class StepSpec(BaseModel):
     seed: int
     """The run's seed."""
     temperature: float
-    """That the sequences were sampled at."""
+    """Sampling temperature of the sequences."""
     train: TrainConfig
     sequences: Reference
     """The validate stage, complete."""
     base: Reference
     """Checkpoint of the version before."""
     state: Reference | None = None
-    """Stage that holds its trainer's state. Unset: the checkpoint does, or there is none."""
+    """Stage that holds its trainer's state. Unset: the checkpoint holds it, or it does not exist."""
     reference: Reference | str | None = None
     """Model of the KL term: a checkpoint, or the URI of a model directory."""
     critic: str | None = None
     """URI of the model directory that a new critic begins from. Unset: the base's."""
     checkpoint: str
-    """URI of the new version's directory; the files go to a place of their own there."""
+    """URI of the new version's directory; the files go to a new place there."""
     attempt: str
     """Name of the train stage's attempt, for that place."""
     report: str
     """URI of the directory for report, columns or error."""
     cache: str
-    """Directory on this machine for what has to be downloaded."""
+    """Directory on this machine for downloads."""
     recompute_tolerance: float | None = None
-    """`validation.recompute_tolerance`, where it holds for this step."""
+    """`validation.recompute_tolerance`, if it applies to this step."""
     node_cache: str | None = None
     """Directory that the node's steps have in common, for checkpoints. Unset: each step fetches its own."""
     node_cache_bytes: int = 0
-    """What the checkpoints in it may take that no step uses."""
+    """Size limit of unused checkpoints in it."""
 
 
 class TrainStepResult(BaseModel):
@@ -100,16 +100,16 @@ class TrainStepResult(BaseModel):
 def run_step(spec: StepSpec, ranks: Ranks) -> None:
     """Train and write the result; every rank calls it, the first one writes."""
     cache = Path(spec.cache)
-    kept = None if spec.node_cache is None else CheckpointCache(Path(spec.node_cache), spec.node_cache_bytes)
+    checkpoints = None if spec.node_cache is None else CheckpointCache(Path(spec.node_cache), spec.node_cache_bytes)
     batch = TrainingSequences.from_table(read_table(spec.sequences, "sequences"))
     engine = TrainEngine(spec.train, temperature=spec.temperature, ranks=ranks)
-    model = _checkpoint(spec.base, cache, kept)
+    model = _checkpoint(spec.base, cache, checkpoints)
     reference: ModelSource | None = None
     if isinstance(spec.reference, Reference):
-        reference = _checkpoint(spec.reference, cache, kept)
+        reference = _checkpoint(spec.reference, cache, checkpoints)
     elif spec.reference is not None:
         reference = StoredModel(uri=spec.reference, cache=cache)
-    state = (model if spec.state is None else _checkpoint(spec.state, cache, kept)) / TRAINER_DIRECTORY
+    state = (model if spec.state is None else _checkpoint(spec.state, cache, checkpoints)) / TRAINER_DIRECTORY
     trainer = Trainer.over(
         engine,
         model,
@@ -125,10 +125,10 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
     with scratch_beside(place) as directory:
         trainer.save(directory)
         if ranks.leads:
-            written = upload_model(place, spec.attempt, directory, move=kept is None)
-            if kept is not None:
-                kept.keep(written.named(), directory)
-            more = {} if kept is None else {"fetched_bytes": float(kept.fetched_bytes)}
+            written = upload_model(place, spec.attempt, directory, move=checkpoints is None)
+            if checkpoints is not None:
+                checkpoints.keep(written.named(), directory)
+            more = {} if checkpoints is None else {"fetched_bytes": float(checkpoints.fetched_bytes)}
             result = TrainStepResult(
                 sequences=len(batch),
                 updates=report.updates,
@@ -142,12 +142,12 @@ def run_step(spec: StepSpec, ranks: Ranks) -> None:
             location = Location(spec.report)
             location.write(COLUMNS, sink.getvalue())
             location.write(REPORT, result.model_dump_json(indent=1).encode())
-    if kept is not None:
-        kept.release()
+    if checkpoints is not None:
+        checkpoints.release()
 
 
 def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
-    """What a finished process left.
+    """Read the result of a finished process.
 
     Raises:
         InfraError: it left no report.
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON file or its URI in the store; see StepSpec")
     options = parser.parse_args(arguments)
     set_up_observability()
-    logging.basicConfig(level=logging.INFO)  # where ROUNDHOUSE_LOG says nothing
+    logging.basicConfig(level=logging.INFO)  # if ROUNDHOUSE_LOG is unset
     report: str | None = None
     try:
         spec = read_spec(StepSpec, options.spec, "training step")
@@ -176,7 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
         import torch
 
         device = "cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu"
-        # in a collective others wait for a rank that fetches a checkpoint; one that hangs is found before the step's end
+        # others wait in a collective for a rank that fetches a checkpoint; a hanging one is found before the step's
+        # end
         whole = timedelta(seconds=getattr(spec.train.service, "timeout_seconds", 0.0))
         limit = max(TIMEOUT, whole / 2)
         run_step(spec, join(device, limit, **spec.train.parallelism))

@@ -1,14 +1,13 @@
-"""What client and server of the HTTP train service agree on: routes, headers, JSON bodies, numbered calls, one session.
+"""Contract between client and server of the HTTP train service: routes, headers, JSON bodies, numbered calls, one
+session.
 
-Invariant: a control call carries the protocol header (which no web page can send across origins unasked) and, where the
-server has a token, the bearer token; a call that changes something carries its number (`CallLog`). Arrays travel as
-safetensors (`wire`), everything else as JSON. No file crosses: the server reads and writes checkpoints in the store itself,
-with credentials of its own; names and digests alone are exchanged.
+Invariant: a control call carries the protocol header (which web pages cannot send across origins) and, if the server
+has one, the bearer token; a changing call carries its number (`CallLog`). Arrays travel as safetensors (`wire`),
+everything else as JSON. The server reads and writes checkpoints in the store with its own credentials; only names and
+digests are exchanged.
 
-    GET    /health                    open to all; says nothing but that the server runs
-    GET    /v1/alive                  as it, of a client that has nothing to ask and is there
-    POST   /v1/session                OpenSession                    -> SessionOpened
-    DELETE /v1/session
+    GET    /health · /v1/alive        liveness · the same as a client's heartbeat
+    POST   /v1/session                OpenSession                    -> SessionOpened            (DELETE closes it)
     POST   /v1/facts                                                 -> ModelFacts
     POST   /v1/forward/<role>         wire: TokenBatch               -> wire: LogProbs
     POST   /v1/forward_backward       wire: LossBatch, numbered      -> wire: Gradient
@@ -16,23 +15,16 @@ with credentials of its own; names and digests alone are exchanged.
     POST   /v1/optim_step             OptimStep, numbered            -> Applied
     POST   /v1/load_checkpoint        LoadCheckpoint, numbered       -> Cursor
     POST   /v1/store_checkpoint       StoreCheckpoint, numbered      -> ModelFiles
-    POST   /v1/begin_transfer         BeginTransfer, numbered        -> TransferBegun
-    POST   /v1/end_transfer           numbered
+    POST   /v1/begin_transfer         BeginTransfer, numbered        -> TransferBegun            (/v1/end_transfer ends it)
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
 
-Numbered calls: a lost answer is given again, work is never done twice. Call n is done only after call n - 1 was answered, and
-at most once. A client that did not get its answer repeats the call with the same number and the same body and gets the
-recorded one; so nothing that the network does can apply an update twice or out of order.
+Numbered calls: call n runs only after call n - 1 was answered, and at most once. A client without an answer repeats the
+number and body and gets the recorded answer, so the network cannot apply an update twice or out of order. A number out
+of sequence is refused.
 
-    number   last answered 6
-    6        the recorded answer, when the body is the same; else refused
-    7        to be done
-    others   refused: a call is missing in between, or it belongs to the past
-
-Sessions: at any time at most one session is valid, and a session that was replaced is never valid again. A session ends when
-it is closed, when nothing was heard of it for `idle_seconds`, or when its own owner opens another one: an owner that
-opens a session has lost the one before (its process died), and must not wait for it.
+Sessions: at most one is valid, and a replaced one is never valid again. It ends by closing, after `idle_seconds` of
+silence, or when its owner opens another one, because then the owner has lost it (its process died).
 """
 
 from __future__ import annotations
@@ -82,7 +74,7 @@ ERRORS: dict[str, tuple[int, type[RoundhouseError]]] = {
     "store": (507, StoreError),
     "infra": (500, InfraError),
 }
-"""HTTP status, and what the client raises."""
+"""HTTP status and the client's exception."""
 
 
 class Unauthorized(ConfigError):
@@ -97,7 +89,7 @@ class OpenSession(_Body):
     """Begin; the owner's session before, if any, ends."""
 
     owner: str
-    """Who trains, such as the run's uid: what a process that restarts says again."""
+    """Owner of the session, such as the run's uid; a restarted process sends the same."""
     config: TrainConfig
     """Its `device` and `threads` are the server's own business and not used."""
     temperature: float
@@ -135,11 +127,11 @@ class StoreCheckpoint(_Body):
 class BeginTransfer(_Body):
     offer: TransferOffer
     digest: str
-    """Of the checkpoint that the weights have to be."""
+    """Digest of the checkpoint whose weights are required."""
 
 
 class SavedCursor(RootModel[Cursor | None]):
-    """What ranks are sent of a save."""
+    """Message to the ranks about a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +165,7 @@ def refusal(error: RoundhouseError) -> CallReply:
         ("infra", InfraError),  # a full disk is of both kinds
         ("store", StoreError),
     )
-    kind = next((name for name, held in kinds if isinstance(error, held)), "infra")
+    kind = next((name for name, error_type in kinds if isinstance(error, error_type)), "infra")
     body = json.dumps({"kind": kind, "message": str(error)}).encode()
     return CallReply(ERRORS[kind][0], body, "application/json")
 
@@ -187,8 +179,8 @@ def accepted(status: int, body: bytes) -> bytes:
     if status < 300:
         return body
     try:
-        told = json.loads(body)
-        raised, message = ERRORS[told["kind"]][1], str(told["message"])
+        reply = json.loads(body)
+        raised, message = ERRORS[reply["kind"]][1], str(reply["message"])
     except (ValueError, KeyError, TypeError) as error:
         raise InfraError(f"The answer has status {status} and is none of a train service: {body[:200]!r}") from error
     raise raised(message)
@@ -200,7 +192,7 @@ class CallRefused(DataError):
 
 @dataclass(frozen=True, slots=True)
 class CallReply:
-    """What was said, to be said again."""
+    """A recorded answer, to be repeated."""
 
     status: int
     body: bytes
@@ -274,12 +266,12 @@ class SessionLease:
         Raises:
             LeaseHeld: another owner's session is valid.
         """
-        held = self._session
-        if held is not None and held.owner != owner and now < held.heard_at + self.idle_seconds:
-            left = held.heard_at + self.idle_seconds - now
+        session = self._session
+        if session is not None and session.owner != owner and now < session.heard_at + self.idle_seconds:
+            left = session.heard_at + self.idle_seconds - now
             raise LeaseHeld(
-                f"The train service is used by {held.owner!r}, for {left:.0f} seconds more unless it goes on. Stop that run, "
-                "or start another service."
+                f"The train service is used by {session.owner!r}, for {left:.0f} seconds more unless it continues. Stop "
+                "that run, or start another service."
             )
         self.opened += 1
         self._session = TrainSession(secrets.token_hex(16), owner, now)
@@ -291,13 +283,13 @@ class SessionLease:
         Raises:
             SessionLost: it is not the valid one.
         """
-        held = self._session
-        if held is None or not secrets.compare_digest(held.token.encode(), token.encode()):
+        session = self._session
+        if session is None or not secrets.compare_digest(session.token.encode(), token.encode()):
             raise SessionLost(
                 "The train service does not know this session: the service was restarted, or the session ended. Its weights "
                 "are lost; begin again from the checkpoint."
             )
-        held.heard_at = now
+        session.heard_at = now
 
     def close(self, token: str) -> None:
         """End the session, if it is the valid one."""

@@ -1,16 +1,17 @@
-"""Ranks that hold one model together and stay, behind the verbs of one process: `… ranks --spec spec.json`, under torchrun.
+"""Ranks that hold one model together and stay, behind the verbs of one process: `… ranks --spec spec.json`, under
+torchrun.
 
-Invariant: every rank does each verb with the same request, in the order in which the leading rank was asked. A rank that fails
-by itself, which its peers would wait for, ends with its error; what the request alone brings about (a batch or a directory that
-is refused) is raised alike by all, and they stay.
+Invariant: every rank performs each verb with the same request, in the leading rank's order. A rank that fails alone
+ends with its error, because its peers would wait for it; errors of the request itself (a refused batch or directory)
+are raised alike by all, and they stay.
 
     driver ── HTTP ──> rank 0: the server of `server.py` ── broadcasts each verb ──> rank 1 … n - 1
                                                             (gloo, whatever the model's own backend)
 
-Rank 0 writes the line `serving on http://<address>:<port>` once it does, and each rank `rank 1 of 2: pid 123`. The driver's
-side is `roundhouse.launch.resident_ranks`. On the driver's machine the server listens on loopback; elsewhere at the address
-that the launcher gives (`ADDRESS_VARIABLE`), and all end when the driver, who holds the token, was silent for `SILENT_SECONDS`.
-A model is read by the first rank of each machine, and written by those of the leading rank's.
+Rank 0 writes the line `serving on http://<address>:<port>` when it serves, and each rank `rank 1 of 2: pid 123`. The
+driver's side is `roundhouse.launch.resident_ranks`. On the driver's machine the server listens on loopback; elsewhere
+at the launcher's address (`ADDRESS_VARIABLE`), and all ranks end after `SILENT_SECONDS` without the driver, which holds
+the token. The first rank of each machine reads a model; the ranks of the leading machine write it.
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ logger = logging.getLogger(__name__)
 
 MODULE = "roundhouse.training.service.ranks"
 IDLE = timedelta(days=365)
-"""For the next verb: the engine generates meanwhile, and a rank whose leader ends sees the closed connection."""
+"""Time limit for the next verb: the engine generates in between, and a rank sees a closed connection when its leader
+ends."""
 MAX_BODY_BYTES = 1 << 34
 SILENT_SECONDS = 300.0
-"""After which a driver is taken for gone: it says every `HEARTBEAT_SECONDS` that it is there."""
+"""Silence after which a driver counts as gone; its heartbeat comes every `HEARTBEAT_SECONDS`."""
 HEARTBEAT_SECONDS = 20.0
 SERVING = "serving on "
 
 
 class RanksSpec(BaseModel):
-    """What the ranks depend on."""
+    """Specification of the ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -148,8 +150,8 @@ class LeadingEngine(TrainEngine):
     def load_checkpoint(
         self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        asked = loading(directory, trainer_state, role)
-        self._verbs.send("load_checkpoint", asked.model_dump_json().encode())
+        request = loading(directory, trainer_state, role)
+        self._verbs.send("load_checkpoint", request.model_dump_json().encode())
         return super().load_checkpoint(directory, trainer_state=trainer_state, role=role)
 
     def held_weights(self, dtype: Dtype) -> HeldWeights:
@@ -167,7 +169,7 @@ class LeadingEngine(TrainEngine):
 
 
 def follow(ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
-    """Do what the leading rank does, until this process is ended."""
+    """Repeat the leading rank's verbs until this process is ended."""
     engine, models = None, LoadedModels(scratch / "cache")
     while True:
         head, body = verbs.receive()
@@ -198,10 +200,10 @@ def _do(engine: TrainEngine, head: dict[str, Any], body: bytes, models: LoadedMo
         cursor = SavedCursor.model_validate_json(body).root
         engine.save_checkpoint(Path(head["directory"]), cursor, weights=head["weights"])
     elif verb == "load_checkpoint":
-        asked = LoadCheckpoint.model_validate_json(body)
-        state = asked.trainer_state and models.here(asked.trainer_state)
-        engine.load_checkpoint(models.here(asked.model), trainer_state=state, role=asked.role)
-        models.loaded(asked.role, asked.model)
+        request = LoadCheckpoint.model_validate_json(body)
+        state = request.trainer_state and models.here(request.trainer_state)
+        engine.load_checkpoint(models.here(request.model), trainer_state=state, role=request.role)
+        models.loaded(request.role, request.model)
     elif verb == "held_weights":
         engine.held_weights(head["dtype"])
     elif verb == "weights_in":
@@ -224,7 +226,7 @@ def serve(spec: RanksSpec, ranks: Ranks, verbs: Verbs, scratch: Path) -> None:
         )
         service = Service(engine, token_sha256=spec.token_sha256, idle_seconds=0.0, max_body_bytes=MAX_BODY_BYTES)
         server = uvicorn.Server(uvicorn.Config(build_app(service), log_level="warning"))
-        # not in the main thread, where uvicorn would take SIGTERM over and wait for a verb that may hang
+        # not in the main thread, in which uvicorn would handle SIGTERM and wait for a hanging verb
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         host = f"[{address}]" if ":" in address else address
@@ -254,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     if "RANK" in os.environ:
-        # torchrun's, which may have no time to end it: a rank that waits in a collective hears no SIGTERM
+        # torchrun may lack the time to end its children: a rank in a collective does not handle SIGTERM
         end_with_parent(signal.SIGKILL)
     place: str | None = None
     try:

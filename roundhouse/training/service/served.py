@@ -1,10 +1,10 @@
-"""The engine of a train service: bodies in, answers out, checkpoints from the store and to it.
+"""Engine of a train service: from request bodies to answers, with checkpoints in the store.
 
-Invariant: `answer` never raises; whatever goes wrong is an answer with a kind and a message. A request that does not fit the
-model is refused before it reaches torch. Whoever holds a served engine runs one call at a time.
+Invariant: `answer` never raises; every error is an answer with a kind and a message. A request that does not fit the
+model is refused before it reaches torch. The owner of a served engine runs one call at a time.
 
-A checkpoint is loaded from the store and written to it by the process that holds the weights, or by its ranks: on a file store
-in place, from a bucket through a directory of this machine. Nothing here names it in a manifest: the driver publishes it.
+The process that holds the weights, or its ranks, loads and writes checkpoints: on a file store in place, from a bucket
+through a directory of this machine. The driver publishes them with a manifest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from roundhouse.weight_sync.transfer import WeightHolder
 logger = logging.getLogger(__name__)
 
 _NO_ARCHITECTURE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that say nothing of the weights' shapes or of what is computed with them."""
+"""Keys of config.json that affect neither shapes nor computation."""
 
 
 OpenEngine = Callable[[TrainConfig, float], TrainService]
@@ -123,42 +123,42 @@ class ServedTrainEngine:
         return _arrays(self._held().value_backward(batch))
 
     def _optim_step(self, body: bytes) -> CallReply:
-        asked = parse(OptimStep, body)
-        return _json(asdict(self._held().optim_step(asked.learning_rate, asked.max_grad_norm, asked.role)))
+        request = parse(OptimStep, body)
+        return _json(asdict(self._held().optim_step(request.learning_rate, request.max_grad_norm, request.role)))
 
     def _load_checkpoint(self, body: bytes) -> CallReply:
-        asked = parse(LoadCheckpoint, body)
-        model, state = self._reached(asked.model), asked.trainer_state and self._reached(asked.trainer_state)
-        served = None if asked.role is Role.CRITIC else self.architecture
-        if served is not None and (found := _architecture(model.read_file, str(model))) != served:
-            key = min(key for key in found.keys() | served.keys() if found.get(key) != served.get(key))
+        request = parse(LoadCheckpoint, body)
+        model, state = self._reached(request.model), request.trainer_state and self._reached(request.trainer_state)
+        served = None if request.role is Role.CRITIC else self.architecture
+        if served is not None and (architecture := _architecture(model.read_file, str(model))) != served:
+            key = min(key for key in architecture.keys() | served.keys() if architecture.get(key) != served.get(key))
             raise DataError(
-                f"The checkpoint is of another architecture than the service: {key} is {found.get(key)!r}, the service's "
-                f"{served.get(key)!r}. Start a service with that model."
+                f"The checkpoint is of another architecture than the service: {key} is {architecture.get(key)!r}, "
+                f"the service's {served.get(key)!r}. Start a service with that model."
             )
-        cursor = self._held().load_checkpoint(model, trainer_state=state, role=asked.role)
-        self._models.loaded(asked.role, model)
+        cursor = self._held().load_checkpoint(model, trainer_state=state, role=request.role)
+        self._models.loaded(request.role, model)
         return _json(cursor.model_dump())
 
     def _store_checkpoint(self, body: bytes) -> CallReply:
-        asked = parse(StoreCheckpoint, body)
-        _require_seen(asked.place)
-        place = Location(asked.place)
-        written = self._held().store_checkpoint(place, asked.attempt, asked.cursor, weights=asked.weights)
+        request = parse(StoreCheckpoint, body)
+        _require_seen(request.place)
+        place = Location(request.place)
+        written = self._held().store_checkpoint(place, request.attempt, request.cursor, weights=request.weights)
         return _json(written.model_dump())
 
     def _begin_transfer(self, body: bytes) -> CallReply:
-        asked = parse(BeginTransfer, body)
-        return _json(self._holder().begin_transfer(asked.offer, asked.digest).model_dump())
+        request = parse(BeginTransfer, body)
+        return _json(self._holder().begin_transfer(request.offer, request.digest).model_dump())
 
     def _end_transfer(self, body: bytes) -> CallReply:
         self._holder().end_transfer()
         return _json(None)
 
     def _holder(self) -> WeightHolder:
-        if not isinstance(held := self._held(), WeightHolder):
+        if not isinstance(holder := self._held(), WeightHolder):
             raise ConfigError("This train service cannot send weights.")
-        return held
+        return holder
 
     def _reached(self, model: StoredModel) -> StoredModel:
         _require_seen(model.uri)
@@ -188,10 +188,10 @@ def _json(value: Any) -> CallReply:
 
 def _architecture(read: Callable[[str], bytes], model: str) -> dict[str, Any]:
     try:
-        held = json.loads(read("config.json"))
+        config = json.loads(read("config.json"))
     except (OSError, ValueError, NotFound) as error:
         raise ConfigError(f"{model} has no readable config.json: it is not a Hugging Face model directory.") from error
-    return {key: value for key, value in held.items() if key not in _NO_ARCHITECTURE}
+    return {key: value for key, value in config.items() if key not in _NO_ARCHITECTURE}
 
 
 def _require_seen(uri: str) -> None:

@@ -1,11 +1,12 @@
 """The train service over HTTP: `roundhouse train-server --model DIR --host HOST --port PORT`.
 
-Invariant: no verb runs without the valid session, one runs at a time, and none runs twice for the same call. Beyond the
-loopback interface the server does not start without a bearer token (environment variable ROUNDHOUSE_TRAIN_TOKEN, or
---token-file), and with a token it answers no control call that lacks it.
+Invariant: every verb needs the valid session, one runs at a time, and none runs twice for the same call. Beyond the
+loopback interface the server requires a bearer token (environment variable ROUNDHOUSE_TRAIN_TOKEN, or --token-file),
+and then refuses control calls without it.
 
-The server holds one model at a time, of the architecture of `--model` where that is given. Its weights live in memory: after a
-restart no session is known, which the client reports as a lost service, and training begins again from the last checkpoint.
+The server holds one model at a time, of the architecture of `--model` if that is given. Its weights are in memory:
+after a restart all sessions are unknown, which the client reports as a lost service, and training resumes from the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Service:
         self.heard_at = time.monotonic()
         """When the last call came that was authorized."""
         self.is_over = False
-        """Whether calls are refused, because the server is about to end."""
+        """Whether calls are refused because the server is about to end."""
         self.lease = SessionLease(idle_seconds)
         self.calls = CallLog()
         self.turn = asyncio.Lock()
@@ -56,9 +57,9 @@ class Service:
         """Everything that touches the model runs here: torch's settings are by thread."""
 
     def authorize(self, request: Request) -> None:
-        """Refuse a call that is not from our client, or not from one that knows the token."""
-        given = request.headers.get("authorization", "")
-        if self.token_sha256 is not None and not presents_digested(given, self.token_sha256):
+        """Refuse a call that lacks our client's header or the token."""
+        header = request.headers.get("authorization", "")
+        if self.token_sha256 is not None and not presents_digested(header, self.token_sha256):
             raise protocol.Unauthorized(
                 "The train service needs its bearer token. Set the one that the server was started with."
             )
@@ -72,16 +73,16 @@ class Service:
         self.heard_at = time.monotonic()
 
     async def open(self, request: Request) -> Response:
-        asked = protocol.parse(protocol.OpenSession, await self._read(request))
+        opening = protocol.parse(protocol.OpenSession, await self._read(request))
         async with self.turn:
-            session = self.lease.open(asked.owner, time.monotonic())
+            session = self.lease.open(opening.owner, time.monotonic())
             self.calls = CallLog()
             try:
-                await self._on_thread(lambda: self.engine.begin(asked.config, asked.temperature))
+                await self._on_thread(lambda: self.engine.begin(opening.config, opening.temperature))
             except BaseException:
-                self.lease.close(session.token)  # nobody was told the token
+                self.lease.close(session.token)  # nobody received the token
                 raise
-        logger.info("session of %s", asked.owner)
+        logger.info("session of %s", opening.owner)
         opened = protocol.SessionOpened(session=session.token, idle_seconds=self.lease.idle_seconds)
         return Response(opened.model_dump_json(), media_type="application/json")
 
@@ -185,11 +186,11 @@ def _response(answer: CallReply) -> Response:
 def serve(
     engine: ServedTrainEngine, host: str, port: int, *, token: str | None, idle_seconds: float, max_body_bytes: int
 ) -> None:
-    """Answer until this process is ended; then end the engine.
+    """Serve until this process is ended; then end the engine.
 
     Raises:
-        ConfigError: others can reach the address, and there is no token.
-        SystemExit: the process got SIGTERM, which uvicorn raises again once it has closed.
+        ConfigError: others can reach the address, and a token is missing.
+        SystemExit: the process got SIGTERM, which uvicorn raises again after it has closed.
     """
     require_token_beyond_loopback(host, token)
     known = None if token is None else token_digest(token)

@@ -12,8 +12,8 @@ There is no Hugging Face directory, so vLLM cannot serve such a checkpoint from 
 that speaks the same REST API is reached by `base_url` and its credentials.
 
 What is sent of a loss batch has exactly the gradient that the in-process engine computes, or it is refused by name. Tinker
-sums its losses over tokens and normalises nothing, so the scale and the weight of a token go into its advantage (or weight),
-which is exact as long as their product is not negative:
+sums its losses over tokens and normalises nothing, so the scale, the weight and the
+mismatch correction of a token go into its advantage (or weight), which is exact as long as their product is not negative:
 
     clipped        ppo                   −Σ min(A′·r, A′·clamp(r, 1 − clip_low, 1 + clip_high)),  A′ = scale·policy_weight·A
     cispo          cispo                 −Σ stop(clamp(r, …)) · A′ · cur
@@ -47,7 +47,7 @@ from roundhouse.store.location import Location
 from roundhouse.store.stage import ModelFiles
 from roundhouse.training.algorithms import LossSettings
 from roundhouse.training.checkpoint import TRAINER_DIRECTORY, Cursor, load_cursor, save_cursor
-from roundhouse.training.loss import borne_out
+from roundhouse.training.loss import borne_out, correction_weights
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 
 POINTER_FILE = "tinker.json"
@@ -96,12 +96,8 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
                 f"The batch has {name}, for which the Tinker API has no term. Set train.algorithm.{key} to 0, or use another "
                 "train.service.kind."
             )
-    if batch.tolerance is not None:  # scale 0 in the sequences that the weights do not bear out
-        scale, chosen = batch.scale.copy(), np.flatnonzero(batch.tokens.predicted)
-        owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))
-        columns_T = (old_logprobs, batch.gen_logprobs, batch.tolerance, owner)
-        scale[chosen] *= borne_out(*(torch.from_numpy(values[chosen]) for values in columns_T)).numpy()
-        batch = replace(batch, scale=scale)
+    batch = _corrected(batch, old_logprobs)
+    columns = batch.columns
     if columns.cross_entropy_weights.any():
         if columns.policy_weights.any():
             raise ConfigError(
@@ -114,6 +110,21 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
     loss, config = _policy_loss(batch.loss, first=batch.old_logprobs is None)
     advantages = _product(batch, columns.policy_weights) * columns.advantages
     return TinkerLoss(loss, config, _datums(batch.tokens, logprobs=old_logprobs, advantages=advantages))
+
+
+def _corrected(batch: LossBatch, old_logprobs: np.ndarray) -> LossBatch:
+    """Return the batch with the mismatch correction in its policy weights, and scale 0 in sequences that the weights do not
+    bear out."""
+    chosen = np.flatnonzero(batch.tokens.predicted)
+    owner = np.repeat(np.arange(len(batch.tokens)), np.diff(batch.tokens.offsets))[chosen]
+    old, gen = (torch.from_numpy(values[chosen]) for values in (old_logprobs, batch.gen_logprobs))
+    sequence = torch.from_numpy(np.unique(owner, return_inverse=True)[1])
+    scale, policy_weights = batch.scale.copy(), batch.columns.policy_weights.copy()
+    if batch.tolerance is not None:
+        scale[chosen] *= borne_out(old, gen, torch.from_numpy(batch.tolerance[chosen]), sequence).numpy()
+    if (weights := correction_weights(old, gen, batch.loss, sequence)) is not None:
+        policy_weights[chosen] *= weights.numpy()
+    return replace(batch, scale=scale, columns=replace(batch.columns, policy_weights=policy_weights))
 
 
 def loss_value(loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> float:
@@ -138,16 +149,14 @@ def loss_value(loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> fl
 def _policy_loss(settings: LossSettings, *, first: bool) -> tuple[LossName, dict[str, float]]:
     refused = {
         "dual_clip": settings.dual_clip is not None and not first,
-        "mismatch_correction": settings.mismatch_correction != "none",
-        "max_sequence_error": settings.max_sequence_error is not None,
         "importance_ratio": settings.importance_ratio != "token",
         "policy_loss": settings.policy_loss not in ("clipped", "cispo"),
     }
     if named := [name for name, unfit in refused.items() if unfit]:
         values = ", ".join(f"{name} {getattr(settings, name)!r}" for name in named)
         raise ConfigError(
-            f"The Tinker API has no loss with {values}. Known there are the clipped loss and cispo with token ratios and no "
-            "correction; train.service.kind resident, ray, process and remote know the rest."
+            f"The Tinker API has no loss with {values}. Known there are the clipped loss and cispo with token ratios; "
+            "train.service.kind resident, ray, process and remote know the rest."
         )
     bounds = {"clip_low_threshold": 1 - settings.clip_low, "clip_high_threshold": 1 + settings.clip_high}
     if settings.policy_loss == "cispo":

@@ -1,17 +1,16 @@
-"""The verbs of a train service, and the data that goes through them.
+"""The verbs of a train service, and their data.
 
-Invariant: a request says everything its answer depends on, apart from the weights, and consists of flat arrays and JSON values
-only: no tensor, no module, nothing that would need pickle. So the same driver trains in its own process, in a Ray actor, in
-a process of its own or over a network, and on one machine all of them give the same bits.
+Invariant: a request contains everything its answer depends on, apart from the weights, as flat arrays and JSON values:
+no tensor, no module, nothing that needs pickle. The same driver therefore trains in its own process, a Ray actor, a
+separate process or over a network, with equal bits on one machine.
 
     load_checkpoint ─> ( forward* ─> ( forward_backward+ ─> optim_step )* ─> store_checkpoint )*
 
-Checkpoints are no part of a request: what has the weights reads and writes the store itself, and returns names and digests.
+Checkpoints are not part of a request: the holder of the weights reads and writes the store, and returns names and
+digests. With a critic, `value_backward` is its `forward_backward`.
 
-Where the algorithm has a critic, `value_backward` is its `forward_backward`.
-
-Gradients add up over the calls of `forward_backward` until `optim_step` applies them. Each token's `scale` is computed by the
-driver from the counts of the whole update, so it does not matter how an update is cut into calls, microbatches or ranks.
+Gradients add up over the calls of `forward_backward` until `optim_step` applies them. The driver computes each token's
+`scale` from the counts of the whole update, so the cut into calls, microbatches or ranks does not matter.
 
 Notation: S sequences with T tokens in all, held flat; sequence s owns `offsets[s]:offsets[s + 1]`.
 """
@@ -36,18 +35,18 @@ from roundhouse.training.loss import Share
 
 
 class Role(StrEnum):
-    """Which of the service's models is meant."""
+    """Role of one of the service's models."""
 
     POLICY = "policy"
-    """The one that learns."""
+    """The trained model."""
     REFERENCE = "reference"
     """The frozen one of the KL term."""
     CRITIC = "critic"
-    """The one that learns to predict the reward to come."""
+    """The model that learns to predict the future reward."""
 
     @property
     def learns(self) -> bool:
-        """Whether it has an optimizer, whose state is saved."""
+        """Return whether it has an optimizer, whose state is saved."""
         return self is not Role.REFERENCE
 
 
@@ -60,7 +59,7 @@ class TokenBatch:
     token_ids: np.ndarray
     """[T] int32."""
     predicted: np.ndarray
-    """[T] bool: the tokens whose log-probability, or the value before them, is asked for."""
+    """[T] bool: the tokens whose log-probability, or preceding value, is requested."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -93,8 +92,8 @@ class LossBatch:
     ref_logprobs: np.ndarray | None = None
     """The reference's; None without a KL term."""
     tolerance: np.ndarray | None = None
-    """Of the token's sequence, how far recorded and old log-probabilities may be apart (`loss.borne_out`), 0 for any; a
-    sequence beyond it has weight 0. None: any."""
+    """Allowed difference between recorded and old log-probabilities of the token's sequence (`loss.borne_out`), 0 for
+    any; a sequence beyond it has weight 0. None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class ValueBatch:
     old_values: np.ndarray
     """The critic's before its first update."""
     returns: np.ndarray
-    """What it is to predict."""
+    """Targets of the critic."""
     scale: np.ndarray
     """As in `LossBatch`."""
     clip: float | None
@@ -114,13 +113,13 @@ class ValueBatch:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What `forward_backward` or `value_backward` reports of the gradient that it added."""
+    """Report of `forward_backward` or `value_backward` about the gradient that it added."""
 
     loss: float
     policy_loss: float
     """0 of the critic."""
     log_probs: np.ndarray
-    """[T] float32, under the weights as they are, or the critic's values; 0 where not predicted."""
+    """[T] float32: log-probabilities under the present weights, or the critic's values; 0 if not predicted."""
     shares: dict[str, Share]
     """Sums of the token metrics, by the names of `metrics.METRICS`."""
     microbatches: int
@@ -131,7 +130,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What `optim_step` did."""
+    """Result of `optim_step`."""
 
     grad_norm: float | None
     """Before clipping. When it is not finite the step was not applied. None: the service does not report it."""
@@ -139,14 +138,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a driver has to know of the policy to refuse sequences that do not fit."""
+    """Facts about the policy with which a driver refuses unfit sequences."""
 
     vocabulary: int
     """Token ids stay below it."""
     positions: int | None
     """Longest sequence; None when the model sets no limit."""
     reproducible: bool = False
-    """Whether the same verbs on the same weights give the same bits again: on CPUs, not with the kernels of a GPU."""
+    """Whether the same verbs on the same weights give the same bits: true on CPUs, false with GPU kernels."""
 
 
 class TrainService(Protocol):
@@ -157,7 +156,7 @@ class TrainService(Protocol):
     """
 
     def facts(self) -> ModelFacts:
-        """Of the loaded policy."""
+        """Return the facts of the loaded policy."""
         ...
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
@@ -173,21 +172,21 @@ class TrainService(Protocol):
         ...
 
     def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
-        """Clip a model's gradient to the norm and apply it; it is dropped unapplied when its norm is not finite.
+        """Clip a model's gradient to the norm and apply it; drop it if its norm is not finite.
 
         Raises:
-            DataError: there is no gradient.
+            DataError: no gradient was computed.
         """
         ...
 
     def store_checkpoint(
         self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
     ) -> ModelFiles:
-        """Write what `save_checkpoint` writes to the store, from where the weights are, hashed in passing.
+        """Write the files of `save_checkpoint` to the store, from the holder of the weights, hashed in passing.
 
         Args:
-            attempt: names the files' own directory in the checkpoint `place`, such as `0002`.
-            weights: False leaves out all but `trainer/`. Other threads may do verbs meanwhile that change nothing.
+            attempt: name of the files' directory in the checkpoint `place`, such as `0002`.
+            weights: False omits all but `trainer/`. Other threads may run verbs that change nothing at the same time.
 
         Returns:
             The files, which no manifest names yet.
@@ -206,15 +205,15 @@ class TrainService(Protocol):
     def load_checkpoint(
         self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        """Take weights, and the optimizer's state and the cursor from `trainer_state`; None begins both anew.
+        """Load weights, and the optimizer's state and the cursor from `trainer_state`; None starts both anew.
 
-        A critic without `trainer_state` is this model with a new head; the state of one that was saved is in
+        A critic without `trainer_state` is this model with a new head; the state of a saved one is in
         `trainer/critic/`, a directory of the same form. Its cursor is the policy's.
 
         The directories may be deleted once this returns. Gradients are dropped.
 
         Raises:
-            ConfigError: a directory is missing, or not to be seen from the service; or the model does not work with the
+            ConfigError: a directory is missing, or not visible to the service; or the model does not work with the
                 configuration.
             DataError: files are damaged, or of another architecture than the model that they replace.
             StoreError: a file of the store is missing or damaged.
@@ -222,7 +221,7 @@ class TrainService(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the service holds for this caller. Closing twice is allowed."""
+        """Release the service's resources for this caller. Closing twice is allowed."""
         ...
 
 

@@ -1,13 +1,14 @@
-"""The data of the verbs as bytes: one safetensors file, arrays by field name, everything else as JSON in its header.
+"""The verbs' data as bytes: one safetensors file, arrays by field name, everything else as JSON in its header.
 
-Invariant: `unpack(kind, pack(value))` equals `value`, bit for bit in every array, and `unpack` accepts nothing that the
-engine could not work on: each field is there with its type, no other field is, and the arrays fit each other.
+Invariant: `unpack(kind, pack(value))` equals `value`, bit for bit in every array. `unpack` rejects data that the engine
+could not use:
+each field must be present with its type, no others, and the arrays must fit each other.
 
     LossBatch   tokens.offsets  tokens.token_ids  tokens.predicted  columns.advantages  …  gen_logprobs  scale
                 header: {"loss": {"clip_low": 0.2, …}}
 
-`ChannelService` offers the verbs through a channel to a served engine, which is what a network client, a Ray handle and the
-driver of resident ranks have in common. Bodies are those of `protocol` and of this module; checkpoints stay in the store.
+`ChannelService` offers the verbs through a channel to a served engine; a network client, a Ray handle and the driver of
+resident ranks share it. Bodies are those of `protocol` and of this module; checkpoints stay in the store.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def unpack(kind: type[T], body: bytes) -> T:
             f"The body has fields that {kind.__name__} does not: {', '.join(sorted([*arrays, *header]))}. Run the same version "
             "of roundhouse on both sides."
         )
-    # What the types of single fields do not say
+    # Constraints beyond the types of single fields
     if isinstance(value, TokenBatch):
         _check_tokens(value)
     elif isinstance(value, LossBatch | ValueBatch):
@@ -87,13 +88,13 @@ def unpack(kind: type[T], body: bytes) -> T:
 
 def _take_apart(value: Any, prefix: str, arrays: dict[str, np.ndarray], header: dict[str, Any]) -> None:
     for field in fields(value):
-        held, name = getattr(value, field.name), prefix + field.name
-        if isinstance(held, np.ndarray):
-            arrays[name] = held
-        elif _has_arrays(type(held)):
-            _take_apart(held, f"{name}.", arrays, header)
-        elif held is not None:
-            header[name] = TypeAdapter(_hints(type(value))[field.name]).dump_python(held, mode="json")
+        part, name = getattr(value, field.name), prefix + field.name
+        if isinstance(part, np.ndarray):
+            arrays[name] = part
+        elif _has_arrays(type(part)):
+            _take_apart(part, f"{name}.", arrays, header)
+        elif part is not None:
+            header[name] = TypeAdapter(_hints(type(value))[field.name]).dump_python(part, mode="json")
 
 
 def _put_together(kind: type[T], prefix: str, arrays: dict[str, np.ndarray], header: dict[str, Any]) -> T:
@@ -149,11 +150,11 @@ def _has_arrays(kind: Any) -> bool:
 
 def _arrays_of(value: Any) -> Iterator[tuple[str, np.ndarray]]:
     for field in fields(value):
-        held = getattr(value, field.name)
-        if isinstance(held, np.ndarray):
-            yield field.name, held
-        elif _has_arrays(type(held)):
-            yield from _arrays_of(held)
+        part = getattr(value, field.name)
+        if isinstance(part, np.ndarray):
+            yield field.name, part
+        elif _has_arrays(type(part)):
+            yield from _arrays_of(part)
 
 
 def _check_tokens(batch: TokenBatch) -> None:
@@ -214,24 +215,24 @@ class ChannelService:
         return gradient
 
     def optim_step(self, learning_rate: float, max_grad_norm: float, role: Role = Role.POLICY) -> Applied:
-        asked = protocol.OptimStep(learning_rate=learning_rate, max_grad_norm=max_grad_norm, role=role)
-        return Applied(**json.loads(self.channel.change("optim_step", asked.model_dump_json().encode())))
+        request = protocol.OptimStep(learning_rate=learning_rate, max_grad_norm=max_grad_norm, role=role)
+        return Applied(**json.loads(self.channel.change("optim_step", request.model_dump_json().encode())))
 
     def load_checkpoint(
         self, directory: ModelSource, *, trainer_state: ModelSource | None = None, role: Role = Role.POLICY
     ) -> Cursor:
-        asked = loading(directory, trainer_state, role)
+        request = loading(directory, trainer_state, role)
         self._facts = None
-        return Cursor.model_validate_json(self.channel.change("load_checkpoint", asked.model_dump_json().encode()))
+        return Cursor.model_validate_json(self.channel.change("load_checkpoint", request.model_dump_json().encode()))
 
     def store_checkpoint(
         self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
     ) -> ModelFiles:
         if place.is_local:
-            place.local_path.mkdir(parents=True, exist_ok=True)  # the service refuses one that it does not see
-        asked = protocol.StoreCheckpoint(place=place.uri, attempt=attempt, cursor=cursor, weights=weights)
+            place.local_path.mkdir(parents=True, exist_ok=True)  # the service refuses a directory that it cannot see
+        request = protocol.StoreCheckpoint(place=place.uri, attempt=attempt, cursor=cursor, weights=weights)
         written = ModelFiles.model_validate_json(
-            self.channel.change("store_checkpoint", asked.model_dump_json().encode())
+            self.channel.change("store_checkpoint", request.model_dump_json().encode())
         )
         if not place.exists(written.files[0].path):
             raise ConfigError(
@@ -248,8 +249,8 @@ class ChannelService:
         shutil.rmtree(directory / written.directory)
 
     def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
-        asked = protocol.BeginTransfer(offer=offer, digest=digest).model_dump_json().encode()
-        return TransferBegun.model_validate_json(self.channel.change("begin_transfer", asked))
+        request = protocol.BeginTransfer(offer=offer, digest=digest).model_dump_json().encode()
+        return TransferBegun.model_validate_json(self.channel.change("begin_transfer", request))
 
     def end_transfer(self) -> None:
         self.channel.change("end_transfer", b"")

@@ -54,7 +54,8 @@ function logo() {
 function tellStages(stages = {}) {
   const of = (state().iteration || "all") === "all" ? "some iterations" : timeline.name(state().iteration);
   const open = Object.entries(stages).filter(([, how]) => how !== "complete");
-  replace(notices, open.map(([name, how]) => h("span", {}, how === "unfinished" ? `${name} of ${of} is not complete: what is there so far` : `${name} of ${of} has not run`)));
+  if (ended) replace(notices, h("span", {}, endText(ended)));
+  else replace(notices, open.map(([name, how]) => h("span", {}, how === "unfinished" ? `${name} of ${of} is not complete: what is there so far` : `${name} of ${of} has not run`)));
   return open.length > 0;
 }
 
@@ -65,7 +66,14 @@ async function loadRows() {
   if (tellStages(page.stages) && !isExport) waiting = setTimeout(again, AGAIN_SECONDS * 1000);
 }
 
+/** How a run ended that no process works on. */
+function endText({ state: how, seconds, stage, iteration }) {
+  const ago = seconds < 120 ? `${Math.round(seconds)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
+  return `${how} ${ago} ago${stage ? ` in ${stage} of iteration ${iteration}` : ""}`;
+}
+
 let waiting = 0;
+let ended = null;
 
 /** Look again at an iteration that is still being made, while its first rows are in sight. */
 function again() {
@@ -123,8 +131,10 @@ async function start() {
   const now = state();
   if (!store.runs.length) return replace(document.body, top, empty("No runs in this store", store.store, "Start one with `roundhouse quickstart`, or give --store."));
   const run = now.run || store.runs[0].run_id;
-  const { iterations } = await ask("run", { run }, { fresh: true });
-  const first = iterations.filter((k) => k > 0).at(-1) ?? iterations.at(-1) ?? "all";
+  const answer = await ask("run", { run }, { fresh: true });
+  const { iterations, newest } = answer;
+  ended = answer.ended;
+  const first = newest ?? iterations.at(-1) ?? "all";
   go({ run, iteration: now.iteration || first, stage: isExport ? exportInfo.stage : now.stage }, { quiet: true });
   return undefined;
 }

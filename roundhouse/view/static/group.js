@@ -9,7 +9,7 @@ import { outcome } from "./table.js";
 /** All samples that a group has in an iteration, each a column. */
 export async function groupView(group, iteration) {
   const { rollouts: own } = await ask("group", { ...scope(), of: group, of_iteration: iteration });
-  const rewards = own.map((row) => row.reward).filter((reward) => typeof reward === "number");
+  const rewards = own.filter((row) => row.status !== "masked").map((row) => row.reward).filter((reward) => typeof reward === "number");
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
   return [
     h(".groupnote", {}, `${own.length} samples, mean reward ${number(rewards.length ? mean : null)}`,

@@ -4,7 +4,7 @@ import { h, number, replace, svg } from "./dom.js";
 import { ask, isExport } from "./source.js";
 import { go, isDataset, scope, state } from "./state.js";
 
-/** What the run used up to an iteration, as `roundhouse runs cost` counts it: hours, tokens, and what was not learnt from. */
+/** What the reported iterations used up to one, as `cost.budget` counts it: hours, tokens, and what was not learnt from. */
 function costText(totals, currency) {
   if (!totals) return "";
   const used = ["wall", "gpu", "cpu"].filter((kind) => totals[`${kind}_hours`]).map((kind) => `${kind === "wall" ? "" : `${kind.toUpperCase()} `}${duration(totals[`${kind}_hours`] * 3600)}`);
@@ -12,7 +12,7 @@ function costText(totals, currency) {
   const idle = Object.entries(totals).filter(([name]) => name.startsWith("waste/")).reduce((sum, [, count]) => sum + count, 0);
   if (tokens) used.push(`${compact(tokens)} tokens, ${Math.round((100 * idle) / tokens)} % not learnt from`);
   if (totals.money) used.push(`${number(totals.money, 2)} ${currency ?? ""}`.trim());
-  return used.join(" · ");
+  return used.length ? `iterations: ${used.join(" · ")}` : "";
 }
 
 function duration(value) {
@@ -30,7 +30,9 @@ export class Timeline {
   constructor() {
     this.element = h("section.timeline", { "aria-label": "Reward over iterations" });
     this.points = [];
-    addEventListener("resize", () => this.draw());
+    this.width = 0;
+    // The line is as wide as its box, whatever else of the page takes room or gives it back
+    new ResizeObserver(() => { if (this.place && this.place.clientWidth !== this.width) this.draw(); }).observe(this.element);
   }
 
   async load(currency = "") {
@@ -45,10 +47,12 @@ export class Timeline {
     if (!points.length) return replace(this.element);
     const all = h("button.all", { type: "button", "aria-pressed": String((state().iteration || "all") === "all"), onclick: () => go({ iteration: "all", rollout: "", at: "" }) }, isDataset(state().run) ? "all versions" : "all iterations");
     const legend = h(".legend", {}, h("span.l-train", {}, "reward"));
-    const place = h(".chart");
-    const cost = h("span.cost", { title: "What the run used so far; roundhouse runs cost says why" });
+    const place = this.place = h(".chart");
+    const cost = h("span.cost", { title: "What the reported iterations used, CPU time in their stages. roundhouse runs cost has the whole run by cause." },
+      costText(points.findLast((point) => point.cost)?.cost, this.currency));
     replace(this.element, legend, place, h(".aside", {}, all, cost));
-    const width = Math.max(80, place.clientWidth); // what legend and button leave of the page's width
+    this.width = place.clientWidth; // what legend, button and cost leave of the page's width
+    const width = Math.max(80, this.width);
     const values = points.flatMap((point) => [point.reward, point.evaluation]).filter((value) => typeof value === "number");
     const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     const x = (index) => PAD + (points.length < 2 ? 0.5 : index / (points.length - 1)) * (width - 2 * PAD);
@@ -72,13 +76,12 @@ export class Timeline {
       tip.style.left = `${Math.max(0, Math.min(event.offsetX + 14, width - (point.cost ? 480 : 190)))}px`;
       replace(tip, h("b", {}, this.name(point.iteration)), ` reward ${number(point.reward)}`,
         point.evaluation !== undefined && ` · held-out ${number(point.evaluation)}`,
-        point.cost && ` · so far ${costText(point.cost, this.currency)}`);
+        point.cost && ` · ${costText(point.cost, this.currency)}`);
       tip.classList.add("on");
     });
     chart.addEventListener("mouseleave", () => tip.classList.remove("on"));
     chart.addEventListener("click", (event) => choose(nearest(event)));
     replace(legend, h("span.l-train", {}, "reward"), h("span.l-held", {}, "held-out"), h("small", {}, `${number(low, 2)} … ${number(high, 2)}`));
-    cost.textContent = costText(points.findLast((point) => point.cost)?.cost, this.currency);
     replace(place, chart, tip);
     return undefined;
   }

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
-from roundhouse.environments import BUILT_IN, load_any
+from roundhouse.environments import included_sections, load_any
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
@@ -15,7 +15,7 @@ CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 def table() -> str:
     lines = ["| kind | what is learnt | tools | train / held out | example |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join(lines + [_line(config) for config in BUILT_IN])
+    return "\n".join(lines + [_line(config) for config in included_sections()])
 
 
 def _line(config: type[Section]) -> str:

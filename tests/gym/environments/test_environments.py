@@ -120,3 +120,25 @@ async def test_a_call_that_follows_the_schema_of_a_tool_is_accepted(
     assert parameters["properties"] == {"given": schema | {"description": "It."}}
     assert set(parameters.get("$defs", {})) == ({"Colour"} if "Colour" in str(kind) else set())
     assert (await Toolbox(shown).call(None, "show", {"given": value})).ok
+
+
+class Shouts(Exception):
+    """An error that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+async def test_errors_of_tools_are_logged_and_shown_in_bounds(caplog: pytest.LogCaptureFixture) -> None:
+    """A message of 50 MB was a log line of 50 MB; an error text of its own for each rollout a line for each rollout."""
+
+    async def fail(self: Any, session: Any, how: int) -> str:
+        raise Shouts if how < 0 else ValueError(f"{how} " + "x" * 50_000)
+
+    failing = type("Failing", (), {"fail": tool("Fail.", how="How.")(fail), "tools": marked_tools})()
+    toolbox = Toolbox(failing)
+    results = [await toolbox.call(None, "fail", {"how": how}) for how in range(-1, 120)]
+    assert "to show it raises ValueError" in results[0].text
+    assert all(len(each.text) < 11_000 for each in results)
+    assert len(caplog.messages) == 100
+    assert max(map(len, caplog.messages)) < 11_000

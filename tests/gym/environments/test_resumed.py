@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 from playing import prompt_of
-from test_through_the_engine import kind_of, smallest
 
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import FrozenLakeEnvironment, RemoteEnvironment
 from roundhouse.config.section import Section
-from roundhouse.environments import BUILT_IN, load_any
+from roundhouse.environments import included_sections, load_any
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.interrupted import interrupted_before, resumed
+from tests.gym.kinds import EACH_KIND, kind_of, smallest
 from tests.gym.playground import (
     SAMPLING,
     Reply,
@@ -51,7 +51,7 @@ async def solved(client: EnvironmentClient, rows: Sequence[TaskRow], prompt: str
     raise AssertionError("the solution solves no task")
 
 
-@pytest.mark.parametrize("config", BUILT_IN, ids=kind_of)
+@pytest.mark.parametrize("config", EACH_KIND)
 async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_been_left_alone(
     config: type[Section],
 ) -> None:
@@ -73,7 +73,7 @@ async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_be
 async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_process(
     kind: str, tmp_path: Path
 ) -> None:
-    config = next(each for each in BUILT_IN if kind_of(each) == kind)
+    config = next(each for each in included_sections() if kind_of(each) == kind)
     prompt, replies = shown(config)
     local = load_any(smallest(config))
     rows = [row for row in local.tasks("train") if prompt_of(row) == prompt]

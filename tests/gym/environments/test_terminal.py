@@ -9,7 +9,7 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.environments.sandboxed import shown
 from roundhouse.environments.sandboxes import CommandResult, Sandbox
 from roundhouse.environments.terminal import CHORES, Chore, Terminal
-from roundhouse.replay.rollouts import judge
+from roundhouse.replays.rollouts import judge
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of

@@ -11,26 +11,18 @@ from pydantic import TypeAdapter
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
-from roundhouse.environments import BUILT_IN, environment_config, load_any
+from roundhouse.environments import environment_config, load_any
 from roundhouse.environments.base import TaskRow
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Status
+from tests.gym.kinds import EACH_KIND, smallest
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 
-def smallest(config: type[Section]) -> EnvironmentConfig:
-    few = {"problems": 60} if "problems" in config.model_fields else {}
-    return CONFIG.validate_python({"kind": kind_of(config), **few})
-
-
-def kind_of(config: type[Section]) -> str:
-    return config.model_fields["kind"].annotation.__args__[0]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("config", BUILT_IN, ids=kind_of)
+@pytest.mark.parametrize("config", EACH_KIND)
 async def test_a_shown_solution_completes_one_of_its_tasks_with_reward_one(config: type[Section]) -> None:
     """Several tasks may share a prompt (a hidden number, a lake shown only later); the solution is one of theirs."""
     (shown,) = load_any(smallest(config)).demonstrations("train", 1, 1.0, seed=1)

@@ -19,7 +19,6 @@ from roundhouse.compat.nemo_gym.exchange import collection
 from roundhouse.compat.nemo_gym.exchange.collection import Summary
 from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, Row, line_of, read_rows, write_rows
 from roundhouse.compat.nemo_gym.exchange.reading import read_collection
-from roundhouse.compat.nemo_gym.exchange.statistics import pass_rates
 from roundhouse.compat.nemo_gym.exchange.stream import (
     EVERY,
     AgentServers,
@@ -34,7 +33,6 @@ from roundhouse.compat.nemo_gym.exchange.stream import (
 )
 from roundhouse.compat.nemo_gym.exchange.task_rows import Materialization, Repeats, expanded
 from roundhouse.config.models import EnvironmentConfig, GenerationConfig, RolloutConfig, Sampling
-from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.trajectories.records import Status
 from tests.gym.model_server.fake_engine import FakeEngine
@@ -287,13 +285,8 @@ def test_a_limit_of_attempts_that_is_none_is_refused():
         max_attempts({"NEMO_GYM_MAX_ROLLOUT_ATTEMPTS": "many"})
 
 
-class SortWithRates(Sort):
-    def compute_metrics(self, tasks: list[list[Any]]) -> dict[str, Any]:
-        return pass_rates(tasks)
-
-
 def test_an_environment_here_and_a_running_engine_give_rollouts_that_import_whole(tmp_path: Path):
-    target = f"{__name__}:SortWithRates"
+    target = "tests.gym.exchange.sort_with_rates:SortWithRates"
     environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(
         {"kind": "custom", "target": target}
     )
@@ -310,6 +303,44 @@ def test_an_environment_here_and_a_running_engine_give_rollouts_that_import_whol
     assert {rollout.status for rollout in found} == {Status.COMPLETED}
     assert all(rollout.turns[0].policy_version == 3 and rollout.turns[0].prompt_token_ids for rollout in found)
     assert len({rollout.seed for rollout in found}) == 6
+
+
+@pytest.mark.parametrize("route", ["/seed_session", "/verify"])
+def test_a_5xx_of_a_resources_server_is_tried_again_once_it_is_repaired(tmp_path: Path, route: str):
+    """It was terminal: a repaired server was never asked again."""
+    broken, app = [True], FastAPI()
+
+    async def answer(request: Request) -> Response:
+        if request.url.path == route and broken:
+            return Response("\"FileNotFoundError('words.txt')\"", 500)
+        verdict = {**orjson.loads(await request.body()), "reward": 1.0, "predicted": ["a"], "failure_kind": None}
+        return Response(orjson.dumps(verdict if request.url.path == "/verify" else {}))
+
+    for path in ("/seed_session", "/verify"):
+        app.add_route(path, answer, methods=["POST"])
+    rows = [
+        {
+            "responses_create_params": {"input": "q"},
+            "agent_ref": {"name": "a"},
+            "_ng_task_index": 0,
+            "_ng_rollout_index": 0,
+        }
+    ]
+    files = files_in(tmp_path)
+    with serving(FakeEngine()) as engine, serving(app) as url:
+        config = {"kind": "remote", "url": url}
+        environment: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python(config)
+
+        def source() -> OwnPolicy:
+            return OwnPolicy(engine, environment, GenerationConfig(), RolloutConfig(max_tokens=10_000))
+
+        assert collect(files, collection.begin(files, rows), source()).failures == {"environment_unavailable": 1}
+        [failure] = read_rows(files.failures)
+        assert (failure["_ng_failure_terminal"], "answered 500" in failure["_ng_failure_detail"]) == (False, True)
+        broken.clear()
+        assert collect(files, collection.resume(files), source()).completed == 1
+    [row] = read_rows(files.rollouts)
+    assert (row["predicted"], row["failure_kind"]) == (["a"], None), "the verifier's own fields stay at the top"
 
 
 def test_a_task_that_does_not_fit_the_context_is_a_row_with_the_verifiers_reward(tmp_path: Path):

@@ -74,6 +74,29 @@ def test_failures_are_counted_and_the_command_succeeds(tasks: Path, tmp_path: Pa
     assert "1 rollouts · mean reward 1.000 · 2 from before" in told
 
 
+def test_a_collection_in_which_nothing_was_judged_fails_with_its_reasons(tasks: Path, tmp_path: Path):
+    output = tmp_path / "run.jsonl"
+    with serving(FakeAgent(lambda row: 500).app()) as url:
+        command = ["gym", "collect", "-i", tasks, "-o", output, "--agent-url", url]
+        result = CliRunner().invoke(app, [str(argument) for argument in command], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "3 × agent_failed: " in result.output
+    assert 'run answered 500: "no"' in result.output
+    assert (
+        f"None of the 3 rollouts has a result. Their reasons are in {tmp_path / 'run_failures.jsonl'}" in result.output
+    )
+
+
+def test_an_incomplete_collection_fails_where_it_must_be_complete(tasks: Path, tmp_path: Path):
+    output = tmp_path / "run.jsonl"
+    command = ["gym", "collect", "-i", str(tasks), "-o", str(output), "--require-complete"]
+    with serving(FakeAgent(by_task({1: 500})).app()) as url:
+        partial = CliRunner().invoke(app, [*command, "--agent-url", url], catch_exceptions=False)
+    assert (partial.exit_code, "2 of 3 rollouts have a result" in partial.output) == (1, True)
+    with serving(FakeAgent().app()) as url:
+        run(*command, "--agent-url", url, "--resume")
+
+
 def test_options_and_overrides_reach_the_rows(tasks: Path, tmp_path: Path):
     agent = FakeAgent()
     options = ["--limit", 1, "--temperature", 0.5, "--max-output-tokens", 7, "--disable-aggregation"]
@@ -158,6 +181,16 @@ def test_options_that_cannot_work_are_refused_in_words(arguments: list[str], tol
     with pytest.raises(ConfigError) as error:
         CliRunner().invoke(app, ["gym", "collect", *arguments], catch_exceptions=False)
     assert told in str(error.value)
+
+
+def test_all_keys_of_nemo_gyms_command_are_refused_at_once_each_with_its_option():
+    keys = ["+agent_name=a", "+input_jsonl_fpath=x", "+fan_out={a: [b]}", "+resume_from_cache=true"]
+    with pytest.raises(ConfigError) as error:
+        CliRunner().invoke(app, ["gym", "collect", "-o", "y", "--agent-url", "http://a", *keys], catch_exceptions=False)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    for line, option in zip(lines, ("--agent", "--input", "another --output", "--resume"), strict=True):
+        assert option in line
 
 
 def test_an_export_of_what_is_not_there_says_what_to_give(tmp_path: Path):

@@ -16,7 +16,8 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write
 from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, TaskRow, Verdict, final_text
 from roundhouse.errors import ConfigError, DataError
-from tests.gym.playground import Counter, serving
+from tests.gym.counter import Counter
+from tests.gym.playground import serving
 from tests.ports import free_port
 
 AGENT = {"type": "responses_api_agents", "name": "math"}
@@ -63,10 +64,10 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path / "run.jsonl"
 
 
-def reverify(rollouts: Path, output: Path, *options: object) -> str:
+def reverify(rollouts: Path, output: Path, *options: object, exit_code: int = 0) -> str:
     command = ["gym", "reverify", "--rollouts", rollouts, "-o", output, *options]
     result = CliRunner().invoke(app, [str(one) for one in command], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.output
 
 
@@ -113,7 +114,7 @@ def test_a_verifier_that_needs_its_session_is_refused_or_its_output_called_unsaf
     with serving(build_app(Counter())) as url:
         with pytest.raises(ConfigError, match="judges by row and response alone"):
             reverify(stored, tmp_path / "new.jsonl", "--resources-url", url)
-        told = reverify(stored, tmp_path / "new.jsonl", "--resources-url", url, "--force")
+        told = reverify(stored, tmp_path / "new.jsonl", "--resources-url", url, "--force", exit_code=1)
     assert "unsafe_new.jsonl" in told
     assert not (tmp_path / "new.jsonl").exists()
     assert len(read_rows(tmp_path / "unsafe_new_failures.jsonl")) == 2, "there is no session to judge by"

@@ -42,6 +42,17 @@ def test_an_index_that_is_no_whole_number_is_a_fault_of_its_line(tmp_path):
     assert "line 4 has _ng_task_index 2.5" in str(error.value)
 
 
+def test_unknown_agents_and_metadata_that_is_no_text_are_faults_of_their_lines(tmp_path: Path):
+    """They were rows that failed, the second after a whole rollout."""
+    poison = [row("a", agent_ref={"name": "matth"}), row("b"), row("c", agent_ref={"name": "x"})]
+    poison.append({"responses_create_params": {"input": "d", "metadata": {"n": 3}}})
+    with pytest.raises(DataError, match=r"(?s)3 line\(s\)") as error:
+        materialized(tmp_path, poison, agents=frozenset({"math", "code"}))
+    for part in ("'matth'. Did you mean math?", "'x'. There are: code, math.", "line 4: the values of"):
+        assert part in str(error.value)
+    assert len(materialized(tmp_path, poison[:3])) == 3, "without a head server any agent may be there"
+
+
 def test_rows_are_repeated_beside_themselves(tmp_path: Path):
     found = materialized(tmp_path, [row("a"), row("b")], repeats=Repeats.of(2))
     assert keys(found) == [("a", 0, 0), ("a", 0, 1), ("b", 1, 0), ("b", 1, 1)]

@@ -71,6 +71,7 @@ def test_every_answer_sends_the_cookie_again_and_the_session_stays(served: Serve
         sessions.append(reply.cookies[name].split(".")[0])
     assert len(set(sessions)) == 1
     assert "httponly; samesite=lax" in reply.headers["set-cookie"]
+    assert {client.get(path).status_code for path in ("/", "/livez", "/health", "/healthz", "/readyz")} == {200}
 
 
 def test_unknown_fields_are_refused_by_responses_and_ignored_by_chat(served: Served):
@@ -202,7 +203,7 @@ def test_an_engine_that_never_answers_is_a_timeout_within_the_limit(served: Serv
     begun = time.monotonic()
     reply = client.post("/v1/responses", json={"input": "x"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "engine_timeout")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20, "the engine answers after 30 s"
 
 
 def test_a_caller_that_leaves_frees_the_engine(served: Served):

@@ -3,22 +3,25 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+import yaml
+from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.servers.agent import build_app
-from roundhouse.compat.nemo_gym.servers.own_server import _app
+from roundhouse.compat.nemo_gym.servers.own_server import _app, own_server
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.retry import Backoff
+from tests.gym.counter import Counter, counter_row
 from tests.gym.nemo.models import FakeModelServer, serving_model
-from tests.gym.playground import Counter, Script, by_turn, calls, counter_row, says, serving
+from tests.gym.playground import Script, by_turn, calls, says, serving
 from tests.gym.worlds import Mountain, climb_row
 from tests.ports import free_port
 from tests.waiting import until
@@ -63,6 +66,41 @@ def stage(
         httpx.Client(base_url=url, timeout=20) as http,
     ):
         yield Stage(http, model, environment, resources_url)
+
+
+@pytest.mark.parametrize("key", ["global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host"])
+@pytest.mark.parametrize(
+    ("server", "route", "body"),
+    [("a", "run", counter_row()), ("m", "v1/responses", {"input": "q"})],
+    ids=["agent", "model"],
+)
+def test_a_server_of_ours_opens_no_more_connections_than_the_limit(key, server, route, body):
+    at_once = [0, 0]
+
+    async def refuse(request: Request) -> Response:
+        at_once[0] += 1
+        at_once[1] = max(at_once)
+        await asyncio.sleep(0.02)
+        at_once[0] -= 1
+        return Response('"no such row"', 422)
+
+    app = FastAPI()
+    for path in ("/seed_session", "/v1/chat/completions"):
+        app.add_route(path, refuse, methods=["POST"])
+    with serving(app) as url:
+        agent = {"resources_server": {"type": "resources_servers", "name": "r"}}
+        agent["model_server"] = {"type": "responses_api_models", "name": "m"}
+        place = {"host": "127.0.0.1", "port": 1}
+        tree = {
+            "r": {"resources_servers": {"any": {"url": url, **place}}},
+            "m": {"responses_api_models": {"roundhouse_model": {"base_url": f"{url}/v1", **place}}},
+            "a": {"responses_api_agents": {"roundhouse_agent": {**agent, **place}}},
+            key: 2,
+        }
+        environ = {"NEMO_GYM_CONFIG_DICT": yaml.safe_dump(tree), "NEMO_GYM_CONFIG_PATH": server}
+        with serving(own_server(environ).app) as own, ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: httpx.post(f"{own}/{route}", json=body, timeout=20), range(8)))
+    assert at_once[1] == 2
 
 
 def closed(sessions: list[Any]) -> bool:
@@ -309,8 +347,9 @@ def test_a_row_cannot_bring_a_reward_or_a_failure_mark_along():
     assert ("_ng_failure_class" in good, "error" in good) == (False, False)
 
 
-def test_max_steps_ends_a_rollout_that_never_stops():
-    with stage(by_turn(calls(("add", {"n": 1}))), max_steps=3) as servers:
+def test_max_steps_ends_a_rollout_that_would_go_on():
+    adds = [calls(("add", {"n": 1}))] * 6
+    with stage(by_turn(*adds, says("done")), max_steps=3) as servers:
         answer = servers.run(counter_row())
         assert len(servers.model.bodies) == 3
     assert answer["reward"] == pytest.approx(0.3)

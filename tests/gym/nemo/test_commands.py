@@ -24,6 +24,8 @@ from roundhouse.errors import ConfigError, InfraError
 from roundhouse.policy.warm_start import make_starting_policy
 from roundhouse.rollout.clients import LocalEnvironmentClient, verdict_on
 
+pytestmark = pytest.mark.real
+
 WEATHER = """
 weather:
   resources_servers:
@@ -161,10 +163,47 @@ async def test_without_uv_the_remedy_is_told(tmp_path):
 
 def test_the_project_file_decides_what_is_installed(tmp_path):
     (tmp_path / "pyproject.toml").touch()
-    assert install_steps(tmp_path, tmp_path / ".venv", SETTINGS)[1][-3:] == ["-e", ".", "ray==2.1"]
+    assert install_steps(tmp_path, tmp_path / ".venv", SETTINGS)[1].arguments[-3:] == ["-e", ".", "ray==2.1"]
     (tmp_path / "requirements.txt").touch()
     with pytest.raises(ConfigError, match="keep one"):
         install_steps(tmp_path, tmp_path / ".venv", SETTINGS)
+
+
+def gym_root(root: Path, checkout: bool, version: str = "0.7.0") -> Path:
+    """A directory of NeMo Gym with one server: as a checkout, or as pip installs it."""
+    place = root / "resources_servers" / "weather"
+    place.mkdir(parents=True)
+    (place / "requirements.txt").write_text("-e nemo-gym[dev] @ ../../\nrequests\n")
+    (root / "nemo_gym").mkdir()
+    major, minor, patch = version.split(".")
+    (root / "nemo_gym" / "package_info.py").write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n")
+    if checkout:
+        (root / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.13.14"\n')
+    else:
+        (metadata := root / f"nemo_gym-{version}.dist-info").mkdir()
+        (metadata / "METADATA").write_text(f"Name: nemo-gym\nVersion: {version}\nRequires-Python: >=3.13.14\n\ntext\n")
+    return place
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_an_environment_has_the_python_that_nemo_gym_requires(tmp_path, checkout):
+    place = gym_root(tmp_path, checkout)
+    make, fill = install_steps(place, place / ".venv", {})
+    assert make.arguments[-3:-1] == ["--python", ">=3.13.14"]
+    mine, _ = install_steps(place, place / ".venv", {"python_version": "3.13.15"})
+    assert mine.arguments[-3:-1] == ["--python", "3.13.15"]
+    if checkout:
+        assert (fill.arguments[-2:], fill.requirements) == (["-r", "requirements.txt"], "")
+    else:  # there is no project two directories up: the same release comes from the index
+        assert (fill.arguments[-2:], fill.requirements) == (["-r", "-"], "nemo-gym==0.7.0\nrequests")
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_another_version_of_nemo_gym_is_named(tmp_path, checkout):
+    gym_root(tmp_path, checkout, version="0.9.1")
+    roots = SearchRoots.of(cwd=tmp_path, environ={})
+    (warning,) = resolve([], [], roots).warnings
+    assert "nemo-gym 0.9.1, which was not tried with Roundhouse. Tried: 0.5.1, 0.6.0, 0.7.0" in warning
 
 
 # -- command line ---------------------------------------------------------------------------------------------------
@@ -232,8 +271,9 @@ def test_a_file_that_is_no_gym_configuration_is_not_called_valid(tmp_path, monke
 
 
 def test_a_new_environment_can_be_trained_as_it_stands_from_any_directory_and_on_own_data(tmp_path, monkeypatch):
-    """It had no run, no demonstrations for a warm start, and needed PYTHONPATH."""
-    write_environment("word_reversal", tmp_path / "there")
+    """It had no run, no demonstrations for a warm start, and needed PYTHONPATH. Two of its files are enough."""
+    made = CliRunner().invoke(app, ["init", "word_reversal", "--minimal", "--directory", str(tmp_path / "there")])
+    assert [Path(line).name for line in made.stdout.splitlines()] == ["environment.py", "run.yaml"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run_yaml = tmp_path / "there/word_reversal/run.yaml"

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
 import pytest
 
+from roundhouse.compat.nemo_gym import owned
 from roundhouse.compat.nemo_gym.owned import HEAD_VARIABLE, resolved
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.consent import unnamed_code
+from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.environments import demonstrating
 from roundhouse.environments.base import TaskRow
@@ -34,6 +37,8 @@ from tests.gym.model_server.fake_engine import FakeEngine
 from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, serving
 from tests.waiting import until
+
+pytestmark = pytest.mark.real
 
 TWO_AGENTS = f"""{CALCULATOR}
 other_agent:
@@ -207,6 +212,16 @@ def test_a_server_that_does_not_answer_in_time_is_named(tmp_path: Path) -> None:
     ):
         raise AssertionError("nothing may run")
     assert time.monotonic() - begun < 100
+
+
+def test_servers_are_started_with_the_limits_of_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = mock.Mock(side_effect=InfraError("as far as this test goes"))
+    monkeypatch.setattr(owned, "GymServers", servers)
+    given = config(tmp_path, [row(0)], restarts=7, start_timeout_seconds=77)
+    with pytest.raises(InfraError, match="as far as"), own_gym(SimpleNamespace(config=given, run_id="r")):  # type: ignore[arg-type]
+        raise AssertionError("nothing may run")
+    options = servers.call_args.args[2]
+    assert (options.restarts, options.start_seconds) == (7, 77)
 
 
 def run_of(environment: Any, tmp_path: Path) -> Any:

@@ -56,6 +56,22 @@ def only_problem(resolution: Resolution) -> str:
     return resolution.problems[0]
 
 
+def test_as_many_servers_as_ports_get_one_each(write, resolved):
+    """A port that is given twice would leave one of an exact range over, in every try."""
+    first = next(low for low in range(23_000, 60_000, 7) if all(_is_free(port) for port in range(low, low + 6)))
+    write(
+        "a.yaml", "".join(f"s{n}: {{resources_servers: {{x: {{entrypoint: a.py, domain: math}}}}}}\n" for n in range(6))
+    )
+    ports = [f"++port_range_low={first}", f"++port_range_high={first + 5}"]
+    resolution = resolved("a.yaml", overrides=ports)
+    assert {resolution.address(one)[1] for one in resolution.instances} == set(range(first, first + 6))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 # -- sources --------------------------------------------------------------------------------------------------------
 
 
@@ -146,15 +162,27 @@ def test_a_capture_setting_that_our_model_server_does_not_follow_is_a_problem(wr
     assert (theirs.problems, "not by roundhouse gym collect" in "".join(theirs.warnings)) == ([], True)
 
 
-@pytest.mark.parametrize("key", ["global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host"])
-def test_a_limit_of_connections_that_our_servers_do_not_follow_is_a_problem(write, resolved, key):
-    write("a.yaml", f"{OURS}{key}: 16384\n")
-    assert f"{key} is 16384, which Roundhouse's servers do not follow" in only_problem(resolved("a.yaml"))
-    write("b.yaml", WEATHER + MODEL + f"{key}: 16384\n")
+def test_all_keys_that_our_servers_do_not_follow_are_one_problem_with_remedies(write, resolved):
+    keys = "global_aiohttp_intended_concurrency: 16384\ntelemetry: {enabled: true}\ndispatch_budget_s: 60\ntop: 1\n"
+    write("a.yaml", OURS + keys)
+    problem = only_problem(resolved("a.yaml"))
+    assert "do not follow 3 key(s)" in problem
+    for remedy in (
+        "global_aiohttp_intended_concurrency (set",
+        "telemetry (read",
+        "dispatch_budget_s (end",
+    ):
+        assert remedy in problem
+    write("b.yaml", WEATHER + MODEL + keys)
     theirs = resolved("b.yaml", overrides=SETTINGS)
     assert (theirs.problems, theirs.warnings) == ([], []), "NeMo Gym's own servers receive it"
     both = resolved("b.yaml", overrides=SETTINGS, ours=True)
     assert (both.problems, len(both.warnings)) == ([], 1)
+
+
+def test_a_limit_of_connections_that_is_no_number_is_a_problem(write, resolved):
+    write("a.yaml", f"{OURS}global_aiohttp_connector_limit: many\nglobal_aiohttp_connector_limit_per_host: 4\n")
+    assert "global_aiohttp_connector_limit is 'many'; give a whole number" in only_problem(resolved("a.yaml"))
 
 
 def test_an_unknown_capture_setting_is_a_problem(write, resolved):

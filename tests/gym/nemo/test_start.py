@@ -22,6 +22,8 @@ from tests.gym.model_server.fake_engine import FakeEngine, say
 from tests.gym.nemo.collecting import collect
 from tests.gym.playground import serving
 
+pytestmark = pytest.mark.real
+
 CALCULATOR = """
 calc:
   resources_servers:
@@ -148,6 +150,7 @@ def plays_calculator(messages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.smoke("NeMo Gym servers")
 def test_a_collector_finds_our_servers_at_the_head_and_collects_complete_rollouts(start):
     engine = FakeEngine(reply=plays_calculator)
     with serving(engine) as url:
@@ -185,6 +188,7 @@ def test_a_collector_finds_our_servers_at_the_head_and_collects_complete_rollout
         "calc": "resources_servers",
         "calc_agent": "responses_api_agents",
         "policy_model": "responses_api_models",
+        "calc_environment_server": "environment_servers",
     }
     fields = "config_path dir_path entrypoint host name pid port process_name server_type start_time status uptime_seconds url"
     assert all(set(fields.split()) == one.keys() and one["status"] == "success" for one in instances)

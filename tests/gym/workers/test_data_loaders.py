@@ -87,7 +87,7 @@ def test_a_loader_is_a_queue_that_reset_makes_new(steps: list[str]) -> None:
         ("a.jsonl", "", "holds no rows"),
         ("a.jsonl", "1", "no objects"),
         ("a.parquet", "x", "cannot be read"),
-        ("a.jsonl", '{"task_id": 1}\n{"task_id": "1"}', "same task_id"),
+        ("a.jsonl", '{"task_id": 1}\n{"task_id": "1"}', "already used on row 1"),
     ],
 )
 def test_a_file_that_is_no_data_is_refused_by_its_key(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -101,9 +101,15 @@ def test_a_file_that_is_no_data_is_refused_by_its_key(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", '{"a": 1}\n{', "line 2 is no JSON"),
+        ("a.jsonl", '{"a": 1}\n{', "line 2 is not JSON"),
         ("a.csv", f"a,b\n1,2\n{'x' * 200_000},3\n", "line 3 cannot be read: field larger than field limit"),
         ("a.csv", "a,b\n1,2\n3,4,5\n", "line 3 has 1 cells more"),
+        (
+            "a.csv",
+            'a,b\n1,2\n"3,4\n5,6\n',
+            "line 4 cannot be read: unexpected end of data",
+        ),  # all that follows was one cell
+        ("a.csv", "a,b,a\n1,2,3\n", "the column 'a' is given twice"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -112,6 +118,12 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: st
     with pytest.raises(DataError, match=r"environment.train_data") as caught:
         read_items(str(file), "environment.train_data")
     assert said in str(caught.value)
+
+
+def test_a_moment_that_python_cannot_hold_is_refused_by_its_key(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"at": pa.array([2**62], pa.timestamp("us"))}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"environment.train_data .* cannot be read: date value out of range"):
+        read_items(str(tmp_path / "a.parquet"), "environment.train_data")
 
 
 def test_a_missing_file_is_refused() -> None:

@@ -10,13 +10,15 @@ import pytest
 import yaml
 
 from roundhouse.compat.nexrl import EvaluationRunResult, Evaluator
+from roundhouse.config.consent import unnamed_code
 from roundhouse.config.environments import WorkerEnvironment
-from roundhouse.config.loading import parse_config, unnamed_code
+from roundhouse.config.loading import parse_config
+from roundhouse.environments.operations import fields_of
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.agents import play_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Rollout, Status
-from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, spec_of, turns_of
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of, turns_of
 
 AGENT: dict[str, Any] = {
     "type": "agent",
@@ -70,12 +72,13 @@ async def submit(query):
 def picky(query, agent_state):
     return query
 """
-SEEN: list[Any] = []
 
 
 class Judge(Evaluator):
+    """Writes the target of its newest call to the file that the item names."""
+
     def evaluate(self, data: dict[str, Any], evaluation_target: Any) -> EvaluationRunResult:
-        SEEN.append(evaluation_target)
+        Path(data["seen"]).write_text(json.dumps(fields_of(evaluation_target)))
         return EvaluationRunResult(reward=float(evaluation_target.final_answer == data["ground_truth"]))
 
 
@@ -85,7 +88,12 @@ def written(directory: Path, **changes: Any) -> Path:
     (directory / "tools" / "WebSearch.yaml").write_text(yaml.safe_dump(SEARCH))
     tree = {name: value for name, value in (AGENT | changes).items() if value is not None}
     (directory / "agent_config.yaml").write_text(yaml.safe_dump(tree))
-    item = {"prompt": "Capital of France?", "ground_truth": "Paris", "date": "2026-11-23"}
+    item = {
+        "prompt": "Capital of France?",
+        "ground_truth": "Paris",
+        "date": "2026-11-23",
+        "seen": str(directory / "seen.json"),
+    }
     (directory / "items.jsonl").write_text(json.dumps(item) + "\n")
     return directory
 
@@ -110,8 +118,13 @@ async def play(directory: Path, script: Any, **parameters: Any) -> tuple[Rollout
     return attempt.rollout, policy
 
 
-def observation() -> list[dict[str, Any]]:
-    [root] = SEEN[-1].observation
+def target(directory: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = json.loads((directory / "seen.json").read_text())
+    return seen
+
+
+def observation(directory: Path) -> list[dict[str, Any]]:
+    [root] = target(directory)["observation"]
     assert (root["type"], root["name"]) == ("AGENT", "deep_research_agent")
     return root["children"]
 
@@ -127,9 +140,9 @@ async def test_prompt_tools_and_trace_are_those_of_the_file(tmp_path: Path) -> N
 
     rollout, _ = await play(written(tmp_path), script, task_name="search")
     assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 3)
-    spans = observation()
+    spans = observation(tmp_path)
     assert [span["type"] for span in spans] == ["LLM", "TOOL", "LLM", "TOOL", "TOOL", "TOOL", "LLM"]
-    assert SEEN[-1].observation[0]["task_name"] == "search"
+    assert target(tmp_path)["observation"][0]["task_name"] == "search"
     first = spans[0]["inputs"]
     assert first["messages"] == [
         {"role": "system", "content": "Date: 2026-11-23. Search, then answer."},
@@ -147,9 +160,51 @@ async def test_prompt_tools_and_trace_are_those_of_the_file(tmp_path: Path) -> N
     assert len(tokens["response_logprobs"]) == len(tokens["response_tokens"])
 
 
+OWN_WORKER = """
+from nexrl.rollout_worker import BaseNexAURolloutWorker
+
+class MyNexAUWorker(BaseNexAURolloutWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.prefix = config.prefix
+
+    def format_task_query(self, data_item):
+        return self.prefix + data_item["prompt"]
+"""
+
+
+async def test_a_subclass_is_made_with_the_config_and_the_evaluator_is_a_parameter(tmp_path: Path) -> None:
+    """Its constructor was refused, and so was evaluator_module_path."""
+    (written(tmp_path) / "my_worker.py").write_text(OWN_WORKER)
+    config = WorkerEnvironment(
+        kind="worker",
+        worker="my_worker.py:MyNexAUWorker",
+        workspace=str(tmp_path),
+        train_data=str(tmp_path / "items.jsonl"),
+        parameters={
+            "nexau_agent_config_path": "agent_config.yaml",
+            "nexau_agent_workspace": str(tmp_path),
+            "evaluator_module_path": f"{__name__}:Judge",
+            "task_name": "quiz",
+            "prefix": "Q: ",
+        },
+    )
+    policy = ScriptedPolicy(by_turn(says("Paris")))
+    async with open_environment(config) as client:
+        row = spec_of(client.tasks("train")[0])
+        attempt = await play_rollout(row, policy, client, rollout_config(max_turns=50), SAMPLING)
+    assert (attempt.rollout.status, attempt.rollout.reward) == (Status.COMPLETED, 1.0)
+    assert [item["content"] for item in attempt.rollout.items if item.get("role") == "user"] == [
+        "Q: Capital of France?"
+    ]
+    assert target(tmp_path)["observation"][0]["task_name"] == "quiz"
+    with pytest.raises(ConfigError, match="nexau_agent_config_path is unset"):
+        open_environment(config.model_copy(update={"parameters": {"prefix": ""}}))
+
+
 async def test_a_stop_tool_gives_the_answer(tmp_path: Path) -> None:
     rollout, _ = await play(written(tmp_path), lambda *_: calls(("submit", {"query": "Paris"})))
-    assert (rollout.status, len(rollout.turns), SEEN[-1].final_answer) == (Status.COMPLETED, 1, "PARIS")
+    assert (rollout.status, len(rollout.turns), target(tmp_path)["final_answer"]) == (Status.COMPLETED, 1, "PARIS")
 
 
 @pytest.mark.parametrize(
@@ -203,8 +258,10 @@ def test_what_is_not_played_is_refused_by_its_name(tmp_path: Path, changes: dict
 
 
 def test_a_stored_run_cannot_have_the_code_that_an_agents_file_names_executed_unasked(tmp_path: Path) -> None:
-    config = parse_config({"run_id": "r", "environment": environment(written(tmp_path)).model_dump()})
+    own = environment(written(tmp_path), evaluator_module_path="evaluator.py:Exact")
+    config = parse_config({"run_id": "r", "environment": own.model_dump()})
     found = unnamed_code(config, [])
+    assert found["environment.parameters.evaluator_module_path"] == "evaluator.py:Exact"
     assert found["environment.parameters.nexau_agent_config_path"] == "agent_config.yaml"
     assert found["environment.parameters.nexau_agent_workspace"] == str(tmp_path)
 

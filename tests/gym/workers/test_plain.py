@@ -57,6 +57,24 @@ class Validating(MyRolloutWorker):
         return "fail"
 
 
+class Logging(MyRolloutWorker):
+    def step(self, task):
+        result = self._llm_client.completion(task["prompt"], model="any", stop=["5", " is"], max_tokens=20)
+        self._activity_tracker.experiment_logger_post(
+            backend="wandb", data={"length": len(result["response"]), "text": "no number"}, step=3, content="hello"
+        )
+        with self._activity_tracker.track(self.get_module_name(), "judging"):
+            return self._put_trajectory({"response": result["response"]})
+
+
+class Taking(MyRolloutWorker):
+    def step(self, task):
+        first, second = self._get_rollout_task(), self._get_rollout_task()
+        assert first == task and second is None
+        self._put_rollout_task(task)
+        return None
+
+
 class Neither(BaseRolloutWorker):
     pass
 """
@@ -93,10 +111,10 @@ async def play(
     sampling: Sampling = WARM,
     **limits: Any,
 ) -> RolloutAttempt:
-    client = open_environment(config)
     policy = policy or ScriptedPolicy(by_turn(says(" 4")))
-    spec = spec_of(client.tasks("train")[row])
-    return await play_rollout(spec, policy, client, rollout_config(**limits), sampling, on_policy=on_policy)
+    async with open_environment(config) as client:
+        spec = spec_of(client.tasks("train")[row])
+        return await play_rollout(spec, policy, client, rollout_config(**limits), sampling, on_policy=on_policy)
 
 
 async def test_the_worker_and_the_evaluator_of_nexrls_guide_are_played_as_they_are(tmp_path: Path) -> None:
@@ -130,6 +148,19 @@ async def test_in_an_evaluation_the_names_of_validation_work(tmp_path: Path) -> 
     assert (await play(environment(tmp_path, "Validating"))).rollout.status is Status.FAILED
 
 
+async def test_a_worker_may_name_a_model_stop_its_reply_and_log_metrics(tmp_path: Path) -> None:
+    """Each of these failed the rollout."""
+    policy = ScriptedPolicy(by_turn(says("4 is right, not 5")))
+    rollout = (await play(environment(tmp_path, "Logging"), policy)).rollout
+    assert (rollout.status, rollout.reward, rollout.metrics["length"]) == (Status.COMPLETED, 1.0, 1.0)
+    assert "text" not in rollout.metrics
+
+
+async def test_a_task_that_a_worker_puts_back_is_played_again(tmp_path: Path) -> None:
+    rollout = (await play(environment(tmp_path, "Taking"))).rollout
+    assert (rollout.status, rollout.failure_code) == (Status.FAILED, "re_rollout")
+
+
 def test_a_class_that_plays_nothing_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not define step or run_agent"):
         open_environment(environment(tmp_path, "Neither"))
@@ -148,10 +179,10 @@ class Together(ScriptedPolicy):
 
 
 async def test_as_many_play_at_once_as_rollouts_are_in_flight(tmp_path: Path) -> None:
-    client = open_environment(environment(tmp_path, "MyRolloutWorker"))
-    specs = plan_rollouts(client.tasks("train")[:1], 100, seed=0, iteration=0)
     config = rollout_config(concurrency=100, timeout_seconds=30)
-    rollouts = await collect(specs, Together(100), client, config, WARM)
+    async with open_environment(environment(tmp_path, "MyRolloutWorker")) as client:
+        specs = plan_rollouts(client.tasks("train")[:1], 100, seed=0, iteration=0)
+        rollouts = await collect(specs, Together(100), client, config, WARM)
     assert [rollout.reward for rollout in rollouts] == [1.0] * 100
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from roundhouse.compat.nexrl import Batch, TrajectoryPool, read_trajectories
+from roundhouse.compat.nexrl import Batch, NexRLRole, TrajectoryPool, read_trajectories
+from roundhouse.compat.nexrl.resources import _colocated, _Registration
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Provenance, Stage
 from roundhouse.trajectories.schemas import SEQUENCES
+from tests.waiting import until
 
 
 def names(batch: Batch | None) -> list[str]:
@@ -76,8 +79,68 @@ def test_while_weights_are_exchanged_a_model_takes_nothing() -> None:
     assert pool.put_trajectory({"name": "a"}) == "success"
 
 
-def test_a_trajectory_without_a_key_fails() -> None:
-    assert TrajectoryPool(["task"]).put_trajectory({"name": "a"}) == "fail"
+class Controller:
+    """Counts the notifications; the first one waits to be released."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.released = threading.Event()
+
+    def trajectory_pool_notify_batch_ready(self, model_tag: str) -> None:
+        self.told.append(model_tag)
+        assert self.released.wait(60)
+
+
+def test_a_batch_is_taken_only_after_its_notification() -> None:
+    pool, controller = TrajectoryPool({"batch_size": 2}), Controller()
+    pool.set_module_references(None, controller)
+    put(pool, "a")
+    thread = threading.Thread(target=put, args=(pool, "b"))
+    thread.start()
+    until(lambda: controller.told)
+    put(pool, "c", "d")
+    assert pool.get_batch() is None
+    controller.released.set()
+    thread.join()
+    assert names(pool.get_batch()) == ["a", "b"]
+    assert controller.told == ["default"]
+    assert names(pool.get_batch()) == ["c", "d"]
+    assert controller.told == ["default"] * 2
+
+
+NEXRL_SECTION = {
+    "type": "default",
+    "key_list": ["task"],
+    "group_size": 2,
+    "batch_size": 4,
+    "check_batch_ready_function": "loaded_batch_finished",
+}
+
+
+@pytest.mark.parametrize("rule", ["batch_size", "loaded_batch_finished"])
+def test_every_trajectory_put_into_a_registered_pool_comes_out_once(rule: str) -> None:
+    """As RayResourceManager makes it: its configuration's keys were taken for fields, and every put failed silently."""
+    section = NEXRL_SECTION | {"check_batch_ready_function": rule}
+    registered = _Registration(NexRLRole.TRAJECTORY_POOL, TrajectoryPool, section, 1, "main")
+    actor: Any = _colocated([registered])()
+    pool = actor.objects[NexRLRole.TRAJECTORY_POOL]
+    pool.expect(12)
+    sent = [(task, sample) for sample in range(2) for task in "abcdef"]
+    for task, sample in sent:
+        assert actor.trajectory_pool_put_trajectory({"task": task, "name": (task, sample)}) == "success"
+    received = []
+    while (batch := actor.trajectory_pool_get_batch()) is not None:
+        received += names(batch)
+    assert (sorted(received), pool.is_empty()) == (sorted(sent), True)
+
+
+def test_a_pool_names_every_key_that_it_does_not_have_and_what_it_drops(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"has no groups, size. Its keys are key_list, group_size"):
+        TrajectoryPool({"key_list": [], "groups": 1, "size": 2})
+    with pytest.raises(ConfigError, match=r"key_list is 'task'. Give a list"):
+        TrajectoryPool("task")
+    assert TrajectoryPool(["task", "user"]).put_trajectory({"user": 1}) == "fail"
+    assert "A trajectory without task is not kept" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -175,3 +238,10 @@ def test_the_sequences_of_a_run_go_through_a_pool_in_groups(tmp_path: Path) -> N
     assert first.values["finish_reason"] == ["stop", "length"]
     with pytest.raises(ConfigError, match="no complete validate stage"):
         next(read_trajectories(str(tmp_path / "elsewhere")))
+
+
+def test_a_batch_is_padded_to_the_world_size_by_its_first_rows() -> None:
+    batch = Batch({"ids": torch.tensor([[1], [2], [3]]), "name": ["a", "b", "c"]}, {"batch_size": 3})
+    padded = batch.pad_to_world_size(world_size=4)
+    assert (padded.values["ids"].flatten().tolist(), padded.values["name"]) == ([1, 2, 3, 1], ["a", "b", "c", "a"])
+    assert (len(padded), padded.metadata["pad_size"], len(padded.pad_to_world_size(2))) == (4, 1, 4)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from roundhouse.imports import load_class
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.preflight import refuse_unready
+from tests import fork_server
 from tests.generation.tiny import make_model
 from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config, says, turns_of
@@ -31,8 +31,9 @@ def looks_up_then_answers(messages, seed):
     return calls(("capital", {"country": country})) if turns_of(messages) == 0 else says(messages[-1]["content"])
 
 
-async def test_a_recipe_is_played_from_its_configuration() -> None:
-    config = load_config(RECIPE / "quiz.yaml", ["environment.parameters={final_only: true}"])
+@pytest.mark.parametrize("file", ["quiz.yaml", "nexrl.yaml"])
+async def test_a_recipe_is_played_from_its_configuration(file: str) -> None:
+    config = load_config(RECIPE / file, ["environment.parameters={final_only: true}"])
     async with open_environment(config.environment) as client:
         assert client.name == "QuizWorker"
         rows = client.tasks("train")
@@ -112,7 +113,7 @@ def test_the_recipe_is_found_from_any_working_directory(tmp_path: Path) -> None:
     )
     run = [sys.executable, "-c", code, str(RECIPE / "quiz.yaml")]
     paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    assert subprocess.run(run, cwd=tmp_path, env=paths, capture_output=True, check=True, timeout=120).stdout == b"2\n"
+    assert fork_server.run(run, cwd=tmp_path, env=paths, capture_output=True, check=True, timeout=120).stdout == b"2\n"
 
 
 def test_a_worker_is_no_environment_to_warm_start_on() -> None:

@@ -44,6 +44,7 @@ def manager() -> Iterator[RayResourceManager]:
     ray.shutdown()
 
 
+@pytest.mark.real
 @pytest.mark.timeout(300)
 def test_roles_of_a_group_share_actors_and_others_do_not(manager: RayResourceManager) -> None:
     loader = make_loader()

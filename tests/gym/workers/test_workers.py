@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +30,7 @@ from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import FailureKind, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from roundhouse.trajectories.validation import validate
+from tests.growth import growth
 from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of
 
@@ -512,10 +512,12 @@ async def test_two_rollouts_have_a_worker_each() -> None:
 @pytest.mark.parametrize(("before", "reward"), [("", 0.0), ("<answer>3</answer><answer> 4 </answer>", 1.0)])
 def test_an_answer_that_repeats_the_opening_tag_is_judged_at_once(before: str, reward: float) -> None:
     """16,000 of them took half a minute, with the interpreter's lock held."""
-    begun = time.thread_time()
-    judged = AnswerTag().evaluate({"ground_truth": "4"}, BaseEvaluationTarget(before + "<answer>" * 16_000))
-    assert judged.reward == reward
-    assert time.thread_time() - begun < 1
+
+    def judge(count: int) -> None:
+        judged = AnswerTag().evaluate({"ground_truth": "4"}, BaseEvaluationTarget(before + "<answer>" * count))
+        assert judged.reward == reward
+
+    assert growth(judge, 2000) < 24
 
 
 def test_made_up_items_and_a_loader_from_outside_are_tasks(tmp_path):
@@ -524,7 +526,7 @@ def test_made_up_items_and_a_loader_from_outside_are_tasks(tmp_path):
         "class Split(BaseDataLoader):\n"
         "    def __init__(self, data, is_validate=False):\n"
         "        self.data = data\n"
-        "        super().__init__(is_validate)\n"
+        "        super().__init__(data, is_validate)\n"
         "    def load(self):\n"
         "        return [{'prompt': f'{word} {self.is_validate}'} for word in self.data.split()]\n"
         "class Other: ...\n"

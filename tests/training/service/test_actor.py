@@ -19,6 +19,8 @@ from roundhouse.training.trainer import Trainer
 from tests.training.service.test_remote import files
 from tests.training.tiny import make_model, sequences
 
+pytestmark = pytest.mark.real
+
 CONFIG = TrainConfig(
     minibatches=2, threads=1, device="cpu", algorithm=GRPOConfig(kl_coefficient=0.05), service=RayService(kind="ray")
 )

@@ -83,8 +83,12 @@ def distance(fake: FakeTinker, local: Trainer, start: dict[str, torch.Tensor]) -
         (GRPOConfig(), ["importance_sampling", "ppo", "ppo"]),
         (CISPOConfig(kind="cispo", mismatch_correction="none"), ["cispo"] * 3),
         (CrossEntropyConfig(kind="cross_entropy"), ["cross_entropy"] * 3),
+        (
+            GRPOConfig(mismatch_correction="icepop", mismatch_bounds=(0.1, 9.0), max_sequence_error=500.0),
+            ["importance_sampling", "ppo", "ppo"],
+        ),
     ],
-    ids=["grpo", "cispo", "cross_entropy"],
+    ids=["grpo", "cispo", "cross_entropy", "correction"],
 )
 def test_the_driver_trains_on_tinker_as_in_process(
     server: tuple[FakeTinker, str], start: Path, model_dir: Path, algorithm: Any, losses: list[str]
@@ -124,10 +128,10 @@ def test_a_checkpoint_is_a_pointer_that_continues_with_optimizer_and_cursor(
     ("algorithm", "named"),
     [
         (GRPOConfig(entropy_coefficient=0.01), "entropy_weights.*entropy_coefficient to 0"),
-        (GRPOConfig(mismatch_correction="tis"), "mismatch_correction 'tis'"),
+        (GRPOConfig(importance_ratio="sequence", loss_aggregation="sequence"), "importance_ratio 'sequence'"),
         (GRPOConfig(kl_coefficient=0.1), "kl_coefficient to 0"),
     ],
-    ids=["entropy", "correction", "reference"],
+    ids=["entropy", "loss", "reference"],
 )
 def test_what_tinker_cannot_compute_is_refused_by_name_before_anything_is_applied(
     server: tuple[FakeTinker, str], start: Path, model_dir: Path, algorithm: GRPOConfig, named: str
@@ -154,6 +158,7 @@ def test_wrong_credentials_an_unknown_model_and_a_damaged_pointer_are_told_apart
         facts_of(start)
 
 
+@pytest.mark.real
 def test_a_run_on_collected_datasets_trains_at_tinker_and_continues_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +196,7 @@ def test_a_run_on_collected_datasets_trains_at_tinker_and_continues_there(
         release_trainer()
 
 
+@pytest.mark.real
 def test_grpo_at_tinker_samples_there_what_it_trains_there_and_continues_from_its_pointer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

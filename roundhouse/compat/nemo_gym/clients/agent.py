@@ -1,30 +1,21 @@
 """An agent server of NeMo Gym's contract as an environment: by URL, or by name at a head server.
 
-Invariant: /run is sent once an attempt; what its status means decides about a retry: 408, 429 and 5xx may pass, other refusals
-will not. An agent that was looked up is looked up again after it could not be reached: it may have come back on another port.
+Invariant: /run is sent once per attempt; its status decides about a retry: 408, 429 and 5xx may pass, other refusals
+will not. An agent from a head server is looked up again after it could not be reached, because its port may have
+changed.
 
     async with RemoteAgentClient.from_config(config.environment) as environment:
         rollouts = await collect(specs, policy, environment, config.rollout, sampling, policy_version=3)
 
-POST /run plays the whole rollout; what comes back is read, never repaired. A rollout for training has the tokens of its model
-calls or it fails; where the record of those calls is ambiguous, the rollout is masked with the reason. The tokens come from
-the items that the agent returns (agents which echo them), or from the model server's record of the calls made under the
-rollout's id (agents which do not).
+POST /run plays the whole rollout; its answer is read, never repaired. A rollout for training has the tokens of its
+model calls or it fails; if the record of those calls is ambiguous, it is masked with the reason. The tokens come from
+the returned items (agents that echo them), or from the model server's record under the rollout's ID (other agents).
 
-The task row as it is sent to an agent server's /run; pure.
+`run_request` makes the body of /run: the row with the run's sampling (`generation.sampling`), the rollout's seed, and
+the tighter output limit. `_ng_rollout_id` is new with every attempt, so recorded calls belong to this attempt only.
 
-Invariant: the agent is given the run's sampling (`generation.sampling`), with the rollout's own seed; the row's own output
-limit applies if it is tighter. `_ng_rollout_id` is new with every attempt, so that model calls which a server records under
-it are those of this attempt and no other.
-
-    {"task_id": "a/1", "responses_create_params": {"input": "hi"}}
-    -> … + agent_ref, _ng_task_index, _ng_rollout_index, _ng_rollout_id "a-1-0-3f9c…", temperature, top_p, max_output_tokens,
-       metadata {"extra_body": "{"seed": 17}"}
-
-What an agent server answers to /run, read as a rollout; pure.
-
-Invariant: an answer with a failure mark has no reward, whatever number it has; tokens are those that the items carry,
-never made from text; numbers of the answer that the row did not hold are the rollout's metrics.
+`read_answer` reads the reply. A failure mark means no reward; tokens are those of the items; numbers that the row did
+not hold are the rollout's metrics.
 
     _ng_failure_terminal                       -> AgentGaveUp (data)
     _ng_failure_class judge_failed             -> JudgeFailed (infra)
@@ -39,7 +30,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import orjson
@@ -69,8 +60,9 @@ from roundhouse.rollout.protocol import (
     NoTrainableTokens,
     detail_of,
 )
-from roundhouse.rollout.responses import CARRIED, VERSION_SPANS
+from roundhouse.rollout.responses import CARRIED, VERSION_SPANS, item_problem
 from roundhouse.trajectories.records import Status, Turn, derive_seed
+from roundhouse.trajectories.storable import call_problem
 
 CAPTURES_SECONDS = 60.0
 
@@ -79,7 +71,7 @@ class RemoteAgentClient(ClientWithRows):
     """Rollouts played by an agent server."""
 
     restoration: Restoration = "none"
-    """What was played of a rollout, only the server knows."""
+    """Only the server knows the finished part of a rollout."""
 
     def __init__(
         self,
@@ -93,10 +85,10 @@ class RemoteAgentClient(ClientWithRows):
         train: Sequence[TaskRow] = (),
         heldout: Sequence[TaskRow] = (),
     ) -> None:
-        """`model_server`: read tokens from its record of the calls, not from the items.
+        """Open the client. `model_server`: read tokens from its record of the calls, not from the items.
 
         Raises:
-            ConfigError: neither `url` nor `head_server` and `agent` are given, or one is no URL.
+            ConfigError: neither `url` nor `head_server` and `agent` are given, or one is not a URL.
         """
         if url is None and (head_server is None or agent is None):
             raise ConfigError("environment.url is unset: give it, or head_server and agent.")
@@ -138,7 +130,7 @@ class RemoteAgentClient(ClientWithRows):
         )
 
     def task_index(self, row: TaskRow, group_id: str) -> int:
-        """The row's place in its file, for the agent's records; of a row from elsewhere, a number of its own."""
+        """Return the row's position in its file, for the agent's records; for a row from elsewhere, a new number."""
         if self._indexes is None:
             rows = [*self._tasks["train"], *self._tasks["heldout"]]
             self._indexes = {str(row["task_id"]): index for index, row in enumerate(rows)}
@@ -173,10 +165,10 @@ class RemoteAgentClient(ClientWithRows):
         return json_object(text, where, BadAgentAnswer)
 
     async def captured_calls(self, rollout_name: str) -> dict[str, Any]:
-        """The model server's record of a rollout; an empty one where it has none. It is deleted there.
+        """Return the model server's record of a rollout and delete it there; empty if it has none.
 
         Raises:
-            InfraError: the model server cannot be asked.
+            InfraError: the model server cannot be reached.
         """
         assert self._models is not None, "only asked where captures is true"
         path = f"captures/{rollout_name}"
@@ -291,11 +283,11 @@ _LONGEST_NAME = 64
 
 
 def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> dict[str, Any]:
-    """The body of /run.
+    """Return the body of /run.
 
     Raises:
-        BadTaskRow: the row has no usable `responses_create_params`, asks for another distribution than the run's, or names
-            another agent.
+        BadTaskRow: the row lacks usable `responses_create_params`, requests another distribution than the run's, or
+            names another agent.
     """
     rollout = attempt.rollout
     row: TaskRow = rollout.task
@@ -334,7 +326,7 @@ def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> 
 
 
 def refuse_other_agents(rows: Iterable[TaskRow], agent: str | None) -> None:
-    """One agent plays all rows: the one of the configuration or, where that names none, the one that the rows name.
+    """Refuse rows of different agents: the configured agent, else the one named in the rows, plays all of them.
 
     Raises:
         BadTaskRow: a row names another; the text names it, and the remedy.
@@ -372,12 +364,12 @@ class RunAnswer:
 
 
 def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
-    """The rollout in an answer of status 200.
+    """Read the rollout of an answer with status 200.
 
     Raises:
         AgentFailed, AgentGaveUp, JudgeFailed: it carries a failure mark.
-        BadAgentAnswer: it holds no reward or no response.
-        BadReward: its numbers are none.
+        BadAgentAnswer: it lacks a reward or a response.
+        BadReward: its numbers are invalid.
     """
     failure = reply.get(FAILURE)
     if not (failure is None and not reply.get("_ng_no_persist")):
@@ -391,17 +383,18 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
         raise BadAgentAnswer(
             f"/run answered without a reward or a response with output items; it holds: {', '.join(map(str, reply))}."
         )
-    if not all(isinstance(item, dict) for item in output):
-        raise BadAgentAnswer("/run answered with output items that are no objects.")
+    _refuse_malformed_items("response.output", output)
     verdict = checked_verdict(verdict_from_reply(dict(reply), row))
     instance = reply.get("instance_config")
-    if isinstance(instance, dict) and instance.get("mask_sample") is True:
-        verdict = Verdict(verdict.reward, verdict.reward_components, verdict.metrics, mask=True)
+    if isinstance(instance, dict) and not verdict.mask:
+        verdict = checked_verdict(replace(verdict, mask=instance.get("mask_sample", False)))
     # The input as the agent played it (some add to it), or as the row has it
     params = reply.get("responses_create_params")
     given = params.get("input") if isinstance(params, dict) else None
     if not isinstance(given, str | list):
         given = row["responses_create_params"]["input"]
+    if isinstance(given, list):
+        _refuse_malformed_items("responses_create_params.input", given)
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return RunAnswer(
         verdict,
@@ -409,44 +402,47 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
         [
             {"type": "message", **{key: value for key, value in item.items() if key not in CARRIED}}
             for item in [*items, *output]
-            if isinstance(item, dict)
         ],
         _finish(reply, response, output),
     )
+
+
+def _refuse_malformed_items(name: str, items: list[Any]) -> None:
+    for place, item in enumerate(items):
+        if problem := item_problem(item):
+            raise BadAgentAnswer(
+                f"/run answered with {name}[{place}] that is not an item of a conversation: {problem}."
+            )
 
 
 def turns_from_items(response: Mapping[str, Any], policy_version: int) -> list[Turn]:
     """One turn for each output item that carries generated tokens.
 
     Raises:
-        BadAgentAnswer: the three token fields of an item do not belong together.
+        BadAgentAnswer: the token fields of an item do not belong together, or one of their values cannot be recorded.
     """
     chain = TurnChain()
     carrying = [item for item in response["output"] if item.get("generation_token_ids")]
     for item in carrying:
         prompt, generated, log_probs = (item.get(name) for name in TOKEN_FIELDS)
-        if not isinstance(prompt, list) or not isinstance(generated, list) or not isinstance(log_probs, list):
-            raise BadAgentAnswer(f"An item of type {item.get('type')} carries some of the three token fields only.")
-        if len(log_probs) != len(generated) or None in log_probs:
+        spans = item.get(VERSION_SPANS)
+        problem = call_problem(prompt, generated, log_probs, policy_version, spans)
+        if not problem and not log_probs:
+            problem = f"{len(generated)} generated tokens and no log-probabilities"
+        if problem:
             raise BadAgentAnswer(
-                f"An item of type {item.get('type')} carries {len(generated)} generated tokens and {len(log_probs)} "
-                "log-probabilities (null among them counts as none)."
+                f"An item of type {item.get('type')!r} carries token fields of another shape: {problem}."
             )
         cut_short = item is carrying[-1] and bool(response.get("incomplete_details"))
         called = "tool_calls" if item.get("type") == "function_call" else "stop"
-        try:
-            chain.add(
-                prompt,
-                generated,
-                log_probs,
-                policy_version=min((span["version"] for span in item.get(VERSION_SPANS) or ()), default=policy_version),
-                finish_reason="length" if cut_short else called,
-                version_spans=item.get(VERSION_SPANS),
-            )
-        except (TypeError, KeyError, OverflowError) as error:
-            raise BadAgentAnswer(
-                f"prompt_token_ids or version_spans hold something else than token IDs or versions: {error!r}"
-            ) from error
+        chain.add(
+            prompt,
+            generated,
+            log_probs,
+            policy_version=min((span["version"] for span in spans or ()), default=policy_version),
+            finish_reason="length" if cut_short else called,
+            version_spans=spans,
+        )
     return chain.turns
 
 

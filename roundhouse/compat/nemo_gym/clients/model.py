@@ -1,9 +1,8 @@
 """A model server as the policy of one rollout: any server of NeMo Gym's /v1/chat/completions or /v1/responses.
 
-Invariant: a call ends within its time limit, with a completion or a typed error; the sampling parameters that reach the model
-server are those that the task row names, all others are the model server's to choose; a rollout's cookies go with each of
-its calls, so that its calls reach one engine. A call is repeated only where the server said that it is busy or refused the
-connection, and at most `ATTEMPTS` times.
+Invariant: a call ends within its time limit, with a completion or a typed error. The model server gets the sampling
+parameters of the task row, and chooses all others. A rollout's cookies accompany each of its calls, so that these reach
+one engine. A call is repeated only if the server was busy or refused the connection, and at most `ATTEMPTS` times.
 
     server = ModelServerClient("http://127.0.0.1:8100")
     policy = server.rollout(row["responses_create_params"])       one per rollout
@@ -69,12 +68,13 @@ _OURS = frozenset({"input", "instructions", "tools", "max_output_tokens", "max_t
 class ModelServerClient:
     """Connections to one model server. Close it in the event loop that used it."""
 
-    def __init__(self, url: str, route: Route = "chat", call_seconds: float = 600.0) -> None:
-        """
+    def __init__(self, url: str, route: Route = "chat", call_seconds: float = 600.0, limit: int = 0) -> None:
+        """Connect to a model server.
+
         Raises:
-            ConfigError: `url` is none.
+            ConfigError: `url` is invalid.
         """
-        self._connection = Connection(url, call_seconds, key="model_server")
+        self._connection = Connection(url, call_seconds, key="model_server", limit=limit)
         self._route = route
 
     def rollout(self, params: Mapping[str, Any], *, prefix: str = "", cookies: Cookies | None = None) -> RolloutPolicy:
@@ -184,21 +184,21 @@ def _with_tools(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, 
 
 
 def read_chat(reply: dict[str, Any], latency: float) -> Completion:
-    """A chat completion.
+    """Read a chat completion.
 
     Raises:
-        ContextOverflow: the server says that the prompt leaves no room.
+        ContextOverflow: by the server's answer, the prompt leaves no room.
     """
     choice = reply["choices"][0]
     return _completion(choice["message"], choice.get("finish_reason") or "stop", reply, latency)
 
 
 def read_responses(reply: dict[str, Any], latency: float) -> Completion:
-    """A Responses object whose output is one reply of the policy.
+    """Read a Responses object whose output is one reply of the policy.
 
     Raises:
         ContextOverflow: as above.
-        EngineRejected: the output holds something else than the policy's reply.
+        EngineRejected: the output holds other items than the policy's reply.
     """
     messages = chat_messages(reply["output"])
     if [message["role"] for message in messages] not in ([], ["assistant"]):

@@ -1,12 +1,13 @@
-"""An environment behind HTTP: any resources server of NeMo Gym's contract (/seed_session, /<tool>, /verify), or Gymnasium
-server (/reset, /step, /close).
+"""An environment behind HTTP: any resources server of NeMo Gym's contract (/seed_session, /<tool>, /verify), or
+Gymnasium server (/reset, /step, /close).
 
-Invariant: a rollout's cookies are its own. A request that may have had an effect is never sent twice: a broken connection fails
-the rollout's attempt, and the next attempt begins with a new session. A session is closed where its server offers that: it says
-`supports_explicit_close` in its answer to /seed_session, or the configuration names the route (`environment.close_route`).
+Invariant: rollouts share no cookies. A request that may have had an effect is never sent twice: a broken connection
+fails the rollout's attempt, and the next attempt begins with a new session. A session is closed if its server offers
+that: by `supports_explicit_close` in its answer to /seed_session, or by the configuration's `environment.close_route`.
 
-Gymnasium: an episode's session is closed whenever the world offers that, even where its answer to /reset was malformed. A step
-is sent again after a lost answer only where the world said `supports_step_idempotency`, under the same `_ng_step_request_id`.
+Gymnasium: an episode's session is closed if the world offers that, even after a malformed answer to /reset. After a
+lost answer, a step is sent again only if the world announced `supports_step_idempotency`, under the same
+`_ng_step_request_id`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from roundhouse.environments.base import NOT_FOUND, RESERVED, GymStep, Restorati
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
 from roundhouse.rollout.protocol import (
+    FAILURE_HEADER,
     SESSION_CLOSED,
     SESSION_HEADER,
     SESSION_LAST_USE,
@@ -48,7 +50,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 class RemoteClient(ClientWithRows):
-    """What the clients of all servers share: a connection, a name, task rows."""
+    """The common part of all servers' clients: a connection, a name, task rows."""
 
     def __init__(
         self,
@@ -61,9 +63,10 @@ class RemoteClient(ClientWithRows):
         close_route: str | None = None,
         session_mcp: bool = True,
         restoration: Restoration = "none",
+        limit: int = 0,
     ) -> None:
         super().__init__(train, heldout)
-        self.connection = Connection(url, request_seconds)
+        self.connection = Connection(url, request_seconds, limit=limit)
         self.name = name or self.connection.authority
         self.close_route = None if close_route is None else close_route.strip("/")
         self.session_mcp = session_mcp
@@ -135,10 +138,23 @@ class RemoteSession:
         Raises:
             InfraError, SeedFailed
         """
-        status, text = await self._connection.post(route, self._row, self._cookies)
-        refuse(status, text, f"{self._connection.url}/{route}", SeedFailed)
+        text, _ = await self.ask(route, self._row, SeedFailed)
         self.needs_close = self._close_route is not None
         return text
+
+    async def ask(
+        self, route: str, body: Any, failure: type[Exception], headers: dict[str, str] | None = None
+    ) -> tuple[str, Mapping[str, str]]:
+        """POST JSON; return the text and the headers of a successful answer.
+
+        Raises:
+            InfraError, failure: as `refuse`.
+        """
+        status, text, received = await self._connection.exchange(
+            "POST", route, orjson.dumps(body), self._cookies, headers=headers
+        )
+        refuse(status, text, f"{self._connection.url}/{route}", failure, received)
+        return text, received
 
     async def give_up(self) -> None:
         """Close, if that is offered; a failure is logged."""
@@ -149,18 +165,17 @@ class RemoteSession:
                 log.warning("%s/close failed: %s", self._connection.url, error)
 
     async def close(self) -> None:
-        status, text = await self._connection.post(self._close_route or "close", {}, self._cookies)
-        refuse(status, text, f"{self._connection.url}/{self._close_route or 'close'}", SeedFailed)
+        await self.ask(self._close_route or "close", {}, SeedFailed)
 
 
 class _RemoteSession(RemoteSession):
     ordered = False
-    """Whether the order of calls matters, only the server's owner knows; `rollout.parallel_tool_calls` is their word."""
+    """Whether the order of calls matters. Only the server's owner knows this and sets `rollout.parallel_tool_calls`."""
     tools: Sequence[dict[str, Any]] = ()
     answer: dict[str, Any] | None = None
 
     async def seed(self) -> Any:
-        """Begin; what the server offers over MCP, or None."""
+        """Begin a session; return the server's MCP endpoint, or None."""
         text = await self.begin("seed_session")
         if len(text) <= 2:  # most servers answer {}
             return None
@@ -179,17 +194,11 @@ class _RemoteSession(RemoteSession):
 
     async def verify(self, response: dict[str, Any]) -> Verdict:
         # A server that knows the header closes the session with its verdict, which saves a request.
-        status, text, headers = await self._connection.exchange(
-            "POST",
-            "verify",
-            orjson.dumps({**self._row, "response": response}),
-            self._cookies,
-            headers={SESSION_HEADER: SESSION_LAST_USE} if self.needs_close else None,
-        )
+        last_use = {SESSION_HEADER: SESSION_LAST_USE} if self.needs_close else None
+        text, headers = await self.ask("verify", {**self._row, "response": response}, VerifierFailed, last_use)
         if headers.get(SESSION_HEADER) == SESSION_CLOSED:
             self.needs_close = False
         where = f"{self._connection.url}/verify"
-        refuse(status, text, where, VerifierFailed)
         reply = json_object(text, where, VerifierFailed)
         if "reward" not in reply:
             raise VerifierFailed(f"{where} answered without a reward: {text}")
@@ -197,14 +206,14 @@ class _RemoteSession(RemoteSession):
         return verdict_from_reply(reply, self._row)
 
 
-def refuse(status: int, text: str, where: str, failure: type[Exception]) -> None:
-    """Raise what an answer's status means; success passes.
+def refuse(status: int, text: str, where: str, failure: type[Exception], headers: Mapping[str, str]) -> None:
+    """Raise the meaning of an answer's status; success passes.
 
     Raises:
-        EnvironmentUnavailable: the server cannot serve at present.
-        failure: any other status of 300 and more.
+        EnvironmentUnavailable: the server fails at present: a 5xx, unless it is known to be the row's fault, or 429.
+        failure: any other status of 300 and more. Our own servers mark a 500 of the environment's code so.
     """
-    if status in BUSY:
+    if (status >= 500 or status in BUSY) and headers.get(FAILURE_HEADER) != "data":
         raise EnvironmentUnavailable(f"{where} answered {status}: {text}")
     if status >= 300:
         raise failure(f"{where} answered {status}: {text}")
@@ -220,14 +229,14 @@ def lenient_object(text: str) -> dict[str, Any]:
 
 
 def offers_close(reply: Mapping[str, Any]) -> bool:
-    """Whether the answer that began a session offers POST /close."""
+    """Return whether the answer that began a session offers POST /close."""
     info = reply.get("info")
     offered = info.get("supports_explicit_close") if isinstance(info, dict) else None
     return reply.get("supports_explicit_close") is True or offered is True
 
 
 def refuse_failure_mark(reply: dict[str, Any]) -> None:
-    """Raise where an answer of 200 says that there is no verdict.
+    """Raise if an answer of 200 reports that the verdict is missing.
 
     Raises:
         JudgeFailed, VerifierFailed: the reward of 0 next to the mark is not a reward.
@@ -258,7 +267,7 @@ def verdict_from_reply(reply: dict[str, Any], row: TaskRow) -> Verdict:
         reward=reply["reward"],
         reward_components=components if isinstance(components, dict) else {},
         metrics=extras | (metrics if isinstance(metrics, dict) else {}),
-        mask=bool(reply.get("mask_sample")),
+        mask=reply.get("mask_sample", False),
     )
 
 
@@ -300,8 +309,7 @@ class _RemoteEpisode(RemoteSession):
         if self._idempotent:
             body["_ng_step_request_id"] = uuid.uuid4().hex
         where = f"{self._connection.url}/step"
-        status, text = await self._send(body)
-        refuse(status, text, where, StepFailed)
+        text = await self._send(body)
         reply = _object(text, where)
         refuse_failure_mark(reply)
         if "reward" not in reply:
@@ -328,11 +336,11 @@ class _RemoteEpisode(RemoteSession):
             info=info,
         )
 
-    async def _send(self, body: dict[str, Any]) -> tuple[int, str]:
+    async def _send(self, body: dict[str, Any]) -> str:
         attempts = STEP_ATTEMPTS if self._idempotent else 1
         for attempt in range(1, attempts + 1):
             try:
-                return await self._connection.post("step", body, self._cookies)
+                return (await self.ask("step", body, StepFailed))[0]
             except (EnvironmentUnreachable, EnvironmentTimeout):
                 if attempt == attempts:
                     raise
@@ -341,10 +349,10 @@ class _RemoteEpisode(RemoteSession):
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
-    """A Gymnasium answer with `observation` and `info` in their types.
+    """Return a Gymnasium answer with `observation` and `info` in their types.
 
     Raises:
-        StepFailed: it is none.
+        StepFailed: the types differ.
     """
     reply = json_object(text, where, StepFailed)
     reply = {"observation": None, **reply, "info": reply.get("info") or {}}

@@ -1,28 +1,30 @@
 """The servers that a configuration names.
 
-Invariant: a top-level entry is a server, or it looks like one and the reasons why it is not are reported, or it is an ordinary
-value; nothing that looks like a server is passed over in silence.
+Invariant: a top-level entry is a server, or it resembles one and the reasons why it is not are reported, or it is an
+ordinary value. An entry that resembles a server is never ignored.
 
     weather:                                  the instance's name
       resources_servers:                      its type
         example_single_tool_call:             its implementation; for a foreign server a directory <type>/<implementation>
           entrypoint: app.py
 
-Three kinds of server:
+Four kinds of server:
 
     foreign   has `entrypoint`: started in its directory, as NeMo Gym does it
     external  has `url` and no entrypoint: runs elsewhere; it is checked and never started
     own       its implementation is one of `roundhouse_environment`, `roundhouse_agent`, `roundhouse_model`
+    relay     `environment_servers: legacy_agent`: forwards `/run` and `/aggregate_metrics` of one agent unchanged, so its
+              address is the agent's, and no process is started (see `relays`)
 
-The inference engines of the model servers of a configuration.
+The inference engines of a configuration's model servers.
 
-Invariant: each engine is named once, with the field that names it, since it may be a judge's and not the policy's. A model
-server answers as soon as it has started, whatever is behind it; so these are asked as well.
+Invariant: each engine is listed once, with the field that names it, because a judge may use it and not the policy. A
+model server answers as soon as it has started, with or without an engine, so the engines are asked as well.
 
 The `datasets` entries of an agent.
 
-Invariant: an entry that loads names a file and a type, and, where it is trained or validated on, a licence. Unknown fields
-are kept: other tools put theirs there.
+Invariant: a valid entry names a file and a type, and a licence if it is used for training or validation. Unknown fields
+are kept, because other tools use them.
 """
 
 from __future__ import annotations
@@ -34,10 +36,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-ServerType = Literal["resources_servers", "responses_api_agents", "responses_api_models"]
-Kind = Literal["foreign", "external", "own"]
+ServerType = Literal["resources_servers", "responses_api_agents", "responses_api_models", "environment_servers"]
+Kind = Literal["foreign", "external", "own", "relay"]
 
-SERVER_TYPES: tuple[ServerType, ...] = ("resources_servers", "responses_api_agents", "responses_api_models")
+SERVER_TYPES: tuple[ServerType, ...] = (
+    "resources_servers",
+    "responses_api_agents",
+    "responses_api_models",
+    "environment_servers",
+)
+RELAY = "legacy_agent"
+"""The environment server that only forwards to an agent. NeMo Gym's collector reaches every agent through one, since 0.7."""
 OWN: dict[ServerType, str] = {
     "resources_servers": "roundhouse_environment",
     "responses_api_agents": "roundhouse_agent",
@@ -53,6 +62,8 @@ RESERVED = frozenset((
     "allow_openai_version_skew", "uv_cache_dir", "uv_venv_dir", "results_dir", "cache_dir", "_inherit_from", "_copy",
     "nemo_gym_log_dir", "verbose", "json", "query", "observability_enabled", "model_call_capture_dir", "token_id_capture",
     "component_name", "skip_verification", "skip_verification_reward",
+    "server_spinup_timeout_seconds", "uv_lock_timeout_seconds", "telemetry", "allow_unsupported_pairing",
+    "environment_server_name", "environment_server_routes", "environment_routing_mode",
 ))
 # fmt: on
 """Top-level keys that are never servers."""
@@ -64,7 +75,7 @@ Domain = Literal[
 
 
 class ServerFields(BaseModel):
-    """What is common to all servers; a server's own fields are kept as extras."""
+    """Fields that all servers share; a server's further fields are kept as extras."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -106,14 +117,21 @@ class Instance:
 
     def references(self) -> dict[str, InstanceReference]:
         """Servers named by its first-level fields, by field."""
-        values = self.fields.model_extra or {}
-        found = {field: as_reference(value) for field, value in values.items()}
-        return {field: reference for field, reference in found.items() if reference is not None}
+        values = dict(self.fields.model_extra or {})
+        agent = values.get("agent_server")
+        if self.type == "environment_servers" and isinstance(agent, Mapping):  # its type may be left out
+            values["agent_server"] = {"type": "responses_api_agents", **agent}
+        references = {field: as_reference(value) for field, value in values.items()}
+        return {field: reference for field, reference in references.items() if reference is not None}
+
+    def agents(self) -> list[str]:
+        """Return the names of the agents that an environment server plays."""
+        return [one.name for one in self.references().values() if one.type == "responses_api_agents"]
 
 
 @dataclass(frozen=True, slots=True)
 class AlmostServer:
-    """An entry of a server's shape that is none."""
+    """An entry with the shape of a server that is not a valid server."""
 
     name: str
     reasons: tuple[str, ...]
@@ -123,7 +141,7 @@ class AlmostServer:
 
 
 def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[AlmostServer]]:
-    """The servers of a tree whose interpolations have been filled in as far as they can be."""
+    """Return the servers of a tree whose interpolations are filled as far as possible."""
     instances: list[Instance] = []
     almost: list[AlmostServer] = []
     for name, entry in tree.items():
@@ -157,7 +175,7 @@ def unresolved_references(instances: Iterable[Instance]) -> list[str]:
 
 
 def as_reference(value: Any) -> InstanceReference | None:
-    """{type: one of the three, name: text} as a reference; anything else is none."""
+    """Return {type: one of `SERVER_TYPES`, name: text} as a reference; None for anything else."""
     if (
         not isinstance(value, Mapping)
         or value.get("type") not in SERVER_TYPES
@@ -171,7 +189,7 @@ def _instance(name: str, entry: Mapping[str, Any]) -> Instance | AlmostServer | 
     types = [one for one in SERVER_TYPES if one in entry]
     blocks = {one: entry[one] for one in types if isinstance(entry[one], Mapping)}
     runs_or_is_reached = (
-        implementation == OWN[kind] or (isinstance(values, Mapping) and ("entrypoint" in values or "url" in values))
+        implementation == OWN.get(kind) or (isinstance(values, Mapping) and ("entrypoint" in values or "url" in values))
         for kind, block in blocks.items()
         for implementation, values in block.items()
     )
@@ -203,7 +221,14 @@ def _validated(
             for item in error.errors()
         ]
         return AlmostServer(name, tuple(reasons))
-    if implementation == OWN[server_type] and fields.entrypoint is None:
+    if server_type == "environment_servers" and implementation == RELAY and fields.url is None:
+        relay = Instance(name, server_type, implementation, "relay", fields)
+        if len(relay.agents()) == 1:
+            return relay
+        return AlmostServer(
+            name, (f"{place}.agent_server must name one agent: {{type: responses_api_agents, name: …}}",)
+        )
+    if implementation == OWN.get(server_type) and fields.entrypoint is None:
         kind: Kind = "own" if fields.url is None else "external"
         return Instance(name, server_type, implementation, kind, fields)
     if fields.entrypoint is None:
@@ -291,7 +316,7 @@ class Dataset(_DatasetEntry):
     """JSON lines file of task rows, relative to a search root."""
     num_repeats: _Repeats = 1
     source: Annotated[GitlabSource | HuggingFaceSource, Field(discriminator="type")] | None = None
-    """Where to fetch the file when it is not there."""
+    """Source of a missing file."""
     gitlab_identifier: GitlabArtifact | None = None
     """The older form of a gitlab source."""
     huggingface_identifier: HuggingFaceArtifact | None = None

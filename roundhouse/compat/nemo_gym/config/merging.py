@@ -1,22 +1,18 @@
-"""Many sources, one tree: plain containers in which interpolations and directives are kept as written.
+"""Merge several sources into one tree of plain containers; interpolations and directives stay as written.
 
-Invariant: nothing is filled in or applied here but the order of precedence; see `sources` for the files' part of it.
+Invariant: only the order of precedence is applied; `sources` has the files' part of it.
 
-`_inherit_from`, `_copy` and `_delete_key`: parts of a configuration that are made from other parts.
-
-Invariant: every source is read as it stood before any directive, with the directives inside it applied; so the order of keys
-does not matter, and several targets may use one source. A source that is inherited is moved: it is gone from its old place.
+`_inherit_from`, `_copy` and `_delete_key` make parts of a configuration from other parts. Invariant: every source is
+read as it was before any directive, with the directives inside it applied, so the order of keys does not matter, and
+several targets may use one source. An inherited source is moved: its old place is removed.
 
     math: {_inherit_from: generic, host: a}     math: generic's values, then host: a; `generic` is removed
     judge: {_copy: policy}                      judge: policy's values; `policy` stays
     name: ${copy:policy.name}                   the same for a single value; ${inherit_from:a.b} moves it
-    math: {_delete_key: "x, y"}                 math without x and y, also where they were inherited
+    math: {_delete_key: "x, y"}                 math without x and y, also inherited ones
 
-Trees are plain containers: interpolations are texts, unset values are `???`.
-
-A configuration with its interpolations filled in, as far as they can be.
-
-Invariant: a value that cannot be filled stays as it was written and is reported with the reason; nothing raises.
+Trees are plain containers: interpolations are texts, unset values are `???`. Filling of interpolations never raises: a
+value that cannot be filled stays as written and is reported with the reason.
 """
 
 from __future__ import annotations
@@ -269,10 +265,10 @@ class Filled:
 
 
 def filled(config: DictConfig, path: Sequence[str] = ()) -> Filled:
-    """The subtree at `path` with its interpolations filled from the whole of `config`.
+    """Return the subtree at `path` with its interpolations filled from the whole of `config`.
 
     Raises:
-        KeyError: there is nothing at `path`.
+        KeyError: `path` does not exist.
     """
     node: Any = config
     for key in path:

@@ -1,31 +1,31 @@
-"""A NeMo Gym configuration, resolved: files, `env.yaml` and command line merged, directives applied, servers found and placed.
+"""A NeMo Gym configuration, resolved: files, `env.yaml` and command line merged, directives applied, servers found and
+placed.
 
-Invariant: everything that is wrong is reported at once, as a list of problems in words; a `Resolution` without problems can be
-started. Interpolations stay as they were written in its configuration, so that children fill them in themselves; only what
-decides about servers is read with its interpolations filled.
+Invariant: all problems are reported at once, as a list of sentences; a `Resolution` without problems can be started.
+Its configuration keeps interpolations unfilled, so that child processes fill them. Only entries that decide about
+servers are read with filled interpolations.
 
     resolution = resolve(["math.yaml"], ["++policy_model_name=tiny"], SearchRoots.of())
     resolution.raise_problems()
     resolution.yaml()
 
-NeMo Gym's own servers replaced by ours of the same contract (`roundhouse gym start --ours`).
+Replacement of NeMo Gym's servers by ours of the same contract (`roundhouse gym start --ours`).
 
-Invariant: a replaced server keeps its instance name, its place and its fields, so that references to it and clients of it see
-no difference; what ours does not know is refused by its configuration, not dropped.
+Invariant: a replaced server keeps its instance name, its place and its fields, so that references to it and its clients
+see no difference. Fields that ours does not know are refused, not dropped.
 
     responses_api_agents: simple_agent, gymnasium_agent   ->  roundhouse_agent
     responses_api_models: vllm_model                      ->  roundhouse_model
 
-Where each server of a configuration listens.
+Addresses of the servers of a configuration.
 
-Invariant: no two servers that we start get the same port, and none gets one that is disallowed or explicitly another's. A
-port that the configuration names is kept; the others are free ones of the range, tried by binding. Between this moment and
-the server's own bind another process may take one: such a server ends at its start, which is noticed there.
+Invariant: no two servers that we start get the same port, and none gets a disallowed port or one that another server
+names. A port that the configuration names is kept. The others are free ports of the range, found by binding. Another
+process may take a port before the server binds it: this server ends at its start, and the start reports it.
 """
 
 from __future__ import annotations
 
-import platform
 import random
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -47,21 +47,33 @@ from roundhouse.compat.nemo_gym.config.merging import (
     merge_sources,
     unset_values,
 )
+from roundhouse.compat.nemo_gym.config.package import gym_package
+from roundhouse.compat.nemo_gym.config.pairings import keys_without_counterpart, pairing_problems
+from roundhouse.compat.nemo_gym.config.relays import add_relays, place_relays, relay_warnings
 from roundhouse.compat.nemo_gym.config.sources import DOTENV, SearchRoots
-from roundhouse.compat.nemo_gym.servers.own_server import capture_problems, own_problems
+from roundhouse.compat.nemo_gym.servers.own_server import capture_problems, limit_problems, own_problems
 from roundhouse.config.secrets import masked
 from roundhouse.errors import ConfigError
 
 
 @dataclass(slots=True)
 class Resolution:
-    """What came out."""
+    """A resolved configuration and its problems."""
 
     tree: Tree = field(default_factory=dict)
     """The configuration as plain containers, interpolations as they were written."""
     instances: list[Instance] = field(default_factory=list)
+    """The servers that run, here or elsewhere."""
+    relays: list[Instance] = field(default_factory=list)
+    """Environment servers at the addresses of their agents."""
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def take(self, servers: Iterable[Instance]) -> None:
+        """Set the servers that run and the relays."""
+        servers = list(servers)
+        self.instances = [one for one in servers if one.kind != "relay"]
+        self.relays = [one for one in servers if one.kind == "relay"]
 
     def config(self) -> DictConfig:
         return OmegaConf.create(self.tree)
@@ -128,14 +140,15 @@ def resolve(
         ours: put our servers in the place of NeMo Gym's of the same contract, see `replacements`.
     """
     resolution = Resolution()
+    roots = roots or SearchRoots.of()
     try:
-        sources, resolution.warnings = merge_sources(
-            paths, overrides, roots or SearchRoots.of(), initial, dotenv=dotenv
-        )
+        sources, resolution.warnings = merge_sources(paths, overrides, roots, initial, dotenv=dotenv)
         tree = apply_directives(sources)
     except (ConfigError, OmegaConfBaseException) as error:
         resolution.problems.append(str(error))
         return resolution
+    packages = (gym_package(root) for root in roots.roots)
+    resolution.warnings += [text for package in packages if package and (text := package.warning())]
     merge_dummy_models(tree)
     if ours:
         use_own_servers(tree)
@@ -154,28 +167,27 @@ def resolve(
 
 def _find_servers(resolution: Resolution) -> None:
     reading = filled(resolution.config())
-    resolution.instances, almost = find_instances(reading.value)
-    names = {one.name for one in resolution.instances} | {one.name for one in almost}
+    servers, almost = find_instances(reading.value)
+    resolution.take(servers)
+    names = {one.name for one in servers} | {one.name for one in almost}
     resolution.problems += [
         f"{'.'.join(path)}: {reason}" for path, reason in reading.unfilled.items() if path[0] in names
     ]
     strict = reading.value.get("error_on_almost_servers", True)
     (resolution.problems if strict else resolution.warnings).extend(map(str, almost))
-    resolution.problems += unresolved_references(resolution.instances)
+    resolution.problems += unresolved_references(servers)
+    _front_agents(resolution, servers, strict=reading.value.get("error_on_agent_without_environment_server") is True)
     unfilled = {path[0] for path in reading.unfilled}
     for instance in resolution.instances:
         if instance.kind == "own" and instance.name not in unfilled:
             name, server_type, implementation = instance.path
             fields = reading.value[name][server_type][implementation]
             resolution.problems += own_problems(instance.type, ".".join(instance.path), fields)
+    resolution.problems += pairing_problems(reading.value, resolution.instances)
+    resolution.problems += limit_problems(reading.value)
     kinds = {one.kind for one in resolution.instances}
-    for key in CONNECTION_LIMITS:  # NeMo Gym's servers bound their connections; ours open one for each call
-        if "own" in kinds and reading.value.get(key) is not None:
-            (resolution.warnings if "foreign" in kinds else resolution.problems).append(
-                f"{key} is {reading.value[key]}, which Roundhouse's servers do not follow: they open a connection for each "
-                "call. Bound the rollouts in flight (rollout.concurrency of a run, --concurrency of gym collect), and leave "
-                "it out."
-            )
+    if "own" in kinds and (unfollowed := keys_without_counterpart(reading.value)) is not None:
+        (resolution.warnings if "foreign" in kinds else resolution.problems).append(unfollowed)
     capture = (
         filled(resolution.config(), ("token_id_capture",)).value if "token_id_capture" in resolution.tree else None
     )
@@ -191,11 +203,20 @@ def _find_servers(resolution: Resolution) -> None:
         )
 
 
-CONNECTION_LIMITS = ("global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host")
+def _front_agents(resolution: Resolution, servers: Sequence[Instance], *, strict: bool) -> None:
+    resolution.warnings += relay_warnings(resolution.relays)
+    added = add_relays(resolution.tree, servers)
+    resolution.relays += added
+    if strict and added:
+        agents = ", ".join(agent for relay in added for agent in relay.agents())
+        resolution.problems.append(
+            f"error_on_agent_without_environment_server is true, and these agents have none: {agents}. Add an entry with "
+            "environment_servers.legacy_agent.agent_server for each, or unset the key: each gets one by itself."
+        )
 
 
 def _place(resolution: Resolution, choose_ports: bool) -> None:
-    """Write host and port into every server, and what agents inherit from the top level."""
+    """Write host and port into every server, and the values that agents inherit from the top level."""
     tree = resolution.tree
     tree["head_server"] = {"port": HEAD_PORT, **(tree.get("head_server") or {})}
     for key, default in zip(("port_range_low", "port_range_high"), PORT_RANGE, strict=True):
@@ -222,11 +243,12 @@ def _place(resolution: Resolution, choose_ports: bool) -> None:
             for key in ("skip_verification", "skip_verification_reward"):
                 if tree.get(key) is not None:
                     values.setdefault(key, tree[key])
+    place_relays(tree, resolution.relays, resolution.instances)
     tree["disallowed_ports"] = sorted({*taken, *(port for _, port in placed.values() if port > 0)})
 
 
 def _set_defaults(tree: Tree) -> None:
-    """What NeMo Gym's servers read from the top level without asking whether it is there."""
+    """Set the top-level values that NeMo Gym's servers require."""
     for key, value in {
         "use_absolute_ip": False,
         "skip_venv_if_present": False,
@@ -234,11 +256,10 @@ def _set_defaults(tree: Tree) -> None:
         "model_endpoint_readiness_timeout_seconds": 600,
         "allow_openai_version_skew": False,
         "head_server_deps": [],
-        "python_version": platform.python_version(),
     }.items():
         tree.setdefault(key, value)
     for key in ("results_dir", "cache_dir"):
-        # Absolute, since every server has a working directory of its own.
+        # Absolute, because each server has another working directory.
         tree[key] = str(Path(tree.get(key) or key.removesuffix("_dir")).expanduser().resolve())
     tree.setdefault("uv_cache_dir", str(Path(tree["cache_dir"]) / "uv"))
 
@@ -282,10 +303,10 @@ def default_host(settings: Mapping[str, Any]) -> str:
 def assign(
     instances: Iterable[Instance], host: str, port_range: tuple[int, int], taken: Collection[int] = ()
 ) -> dict[str, Address]:
-    """Host and port of every server, by its name. `taken` are ports that must not be given out.
+    """Return host and port of every server, by its name. `taken` lists ports that must not be used.
 
     Raises:
-        ConfigError: two servers name the same port, or the range has no free port left.
+        ConfigError: two servers name the same port, or the range is exhausted.
     """
     addresses: dict[str, Address] = {}
     pending: list[Instance] = []
@@ -312,10 +333,10 @@ def assign(
 
 
 def address_of(url: str) -> Address:
-    """Host and port of a base URL.
+    """Return host and port of a base URL.
 
     Raises:
-        ConfigError: it has no host, or a port that is none.
+        ConfigError: the host is missing, or the port is invalid.
     """
     try:
         parts = urlsplit(url)
@@ -328,10 +349,10 @@ def address_of(url: str) -> Address:
 
 
 def free_port(port_range: tuple[int, int], used: Collection[int]) -> int:
-    """A port that could be bound a moment ago. The search begins at random: another start on this machine begins elsewhere.
+    """Return a port that could just be bound. The search begins at random, so that parallel starts differ.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: all ports are in use.
     """
     low, high = port_range
     if not 1 <= low <= high <= 65535:
@@ -347,9 +368,10 @@ def free_port(port_range: tuple[int, int], used: Collection[int]) -> int:
 
 
 def as_port(value: Any, key: str) -> int:
-    """
+    """Return a value as a port.
+
     Raises:
-        ConfigError: it is no port.
+        ConfigError: it is not a port.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
         raise ConfigError(f"{key} is {value!r}; it must be a port, a whole number up to 65535.")

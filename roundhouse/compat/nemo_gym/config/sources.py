@@ -37,6 +37,25 @@ from roundhouse.errors import ConfigError
 EXTRA_ROOTS = "NEMO_GYM_EXTRA_ROOTS"
 """Environment variable: more search roots, separated as in PATH."""
 DOTENV = "env.yaml"
+_REASONING_GYM = {
+    "claude_code": "claude_code",
+    "hermes": "hermes",
+    "orchestrator": "langgraph_orchestrator",
+    "parallel_thinking": "langgraph_parallel_thinking",
+    "reflection": "langgraph_reflection",
+    "rewoo": "langgraph_rewoo",
+}
+_AGENTS = "responses_api_agents"
+RENAMED = {
+    **{
+        f"environments/reasoning_gym_{old}/config.yaml": f"environments/{new}_reasoning_gym/config.yaml"
+        for old, new in _REASONING_GYM.items()
+    },
+    f"{_AGENTS}/stirrup_agent/configs/stirrup_gdpval.yaml": f"{_AGENTS}/stirrup_agent/configs/stirrup_agent.yaml",
+    f"{_AGENTS}/tau2/configs/tau2_agent.yaml": f"{_AGENTS}/tau2/configs/tau2.yaml",
+    f"{_AGENTS}/verifiers_agent/configs/acereason-math.yaml": f"{_AGENTS}/verifiers_agent/configs/verifiers_agent.yaml",
+}
+"""Files of NeMo Gym that 0.7 renamed, by their earlier names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,7 @@ class Layers:
     """Configuration files in the order of merging."""
 
     paths: list[str] = field(default_factory=list)
-    """As they were named, the given ones first, then those that they pulled in."""
+    """Paths as they were named: the given ones first, then the included ones."""
     trees: list[DictConfig] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -92,7 +111,10 @@ def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
     trees: dict[str, DictConfig] = {}
     pulled_in: dict[str, list[str]] = {}
     for path in layers.paths:  # grows while it is walked: breadth first decides which file a repeated path belongs to
-        if (file := roots.find(path)) is None:
+        if (file := roots.find(path)) is None and path in RENAMED:
+            file = roots.find(RENAMED[path])
+            layers.warnings.append(f"config_paths names {path}, which NeMo Gym 0.7 calls {RENAMED[path]}.")
+        if file is None:
             looked = ", ".join(str(candidate) for candidate in roots.candidates(path))
             raise ConfigError(
                 f"config_paths names {path!r}, which does not exist. Looked for: {looked}. Name another search root with "
@@ -105,7 +127,7 @@ def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
         layers.paths += pulled_in[path]
 
     def with_inner(path: str) -> Iterator[DictConfig]:
-        """What the path pulled in, then its own tree."""
+        """Return the trees that the path includes, then its tree."""
         for one in pulled_in[path]:
             yield from with_inner(one)
         yield trees[path]
@@ -115,10 +137,10 @@ def read_layers(paths: Sequence[str], roots: SearchRoots) -> Layers:
 
 
 def load_yaml(path: Path) -> DictConfig:
-    """One file as a mapping; an empty file is an empty one.
+    """Return one file as a mapping; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: it cannot be read, or is no YAML mapping.
+        ConfigError: it cannot be read, or is not a YAML mapping.
     """
     try:
         tree: Any = OmegaConf.load(path)
@@ -168,7 +190,7 @@ class Override:
     path: tuple[str, ...]
     value: Any
     text: str
-    """As it was given, for messages."""
+    """The original text, for messages."""
 
     @property
     def has_value(self) -> bool:
@@ -176,9 +198,10 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """
+    """Parse a command-line override.
+
     Raises:
-        ConfigError: it is none of the four forms, or its value cannot be read.
+        ConfigError: it has none of the four forms, or its value cannot be read.
     """
     action: Action = "change"
     rest = text.strip()

@@ -1,7 +1,7 @@
-"""NeMo Gym's files, read and written: task rows, materialized inputs, rollouts, failures, metrics.
+"""Read and write NeMo Gym's files: task rows, materialized inputs, rollouts, failures, metrics.
 
-Invariant: what these modules write, NeMo Gym's tools read, and what they write, these modules read; a conversion to Parquet
-and back gives the same values. What a format has no field for travels under a key of ours, never by being left out.
+Invariant: NeMo Gym's tools and these modules read each other's files; a conversion to Parquet and back gives the same
+values. Data without a field in the format is stored under a key of ours, never omitted.
 
     tasks.jsonl ──materialize──> <stem>_materialized_inputs.jsonl ──collect──> <stem>.jsonl + <stem>_failures.jsonl
                                                                                    │ profile      ⇅ import, export

@@ -1,8 +1,8 @@
 """A collection: materialized inputs in, rollouts and failures out, each written as it finishes.
 
-Invariants: every row that was run is on one line, of the rollouts file if it was judged, otherwise of the failures sidecar;
-a row that never reached its agent, or whose agent says `_ng_no_persist`, is on none, so that a resume runs it again. A row
-that fails ends nothing. Interrupted at any moment, the files are good for `resume`.
+Invariants: every row that ran is on one line: of the rollouts file if it was judged, otherwise of the failures sidecar.
+A row that never reached its agent, or whose agent answers `_ng_no_persist`, has no line, so that a resume runs it
+again. A failed row ends nothing. After an interruption at any moment, the files are fit for `resume`.
 
 Without resume the files of an earlier collection are replaced, its sidecar too: attempts belong to one collection.
 """
@@ -39,13 +39,15 @@ from roundhouse.compat.nemo_gym.exchange.stream import (
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.protocol import DETAIL, FAILURE, TERMINAL, classify, detail_of
 
+MOST_QUOTED = 300
+"""Characters of a reason that is printed; the sidecar has all of it."""
 CARRIED = (TASK, ROLLOUT, "agent_ref", "skills_ref", ATTEMPT, "_ng_rollout_id")
 """Fields of a row that its result is stamped with."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """What came of a collection."""
+    """Counts of a collection."""
 
     files: CollectionFiles
     planned: int
@@ -57,21 +59,51 @@ class Summary:
     completed: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     """Failed rows by failure class."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """The first reason in words, by failure class."""
     not_run: int = 0
     """Rows that reached no agent, or whose agent asked not to keep them."""
     outage: str = ""
     """Why rows reached no agent."""
+    rewarded: int = 0
+    """Completed rollouts without the masked ones."""
     reward_sum: float = 0.0
 
     @property
     def failed(self) -> int:
         return sum(self.failures.values())
 
+    @property
+    def judged(self) -> int:
+        """Rollouts in the file, of this collection and of earlier ones."""
+        return self.earlier + self.completed
+
+    def verdict(self, *, require_complete: bool = False) -> str | None:
+        """Return the sentence with which the collection ends as a failure, or None."""
+        if self.planned and not self.judged:
+            return f"None of the {self.planned} rollouts has a result. Their reasons are in {self.files.failures}."
+        if require_complete and self.judged < self.planned:
+            return (
+                f"--require-complete is set, and {self.judged} of {self.planned} rollouts have a result. The others are in "
+                f"{self.files.failures}, or were not run; --resume runs those that another attempt can help."
+            )
+        return None
+
+    def failure_lines(self) -> list[str]:
+        """Return a line with count and first reason for each failure class, and the path of the sidecar."""
+        if not self.failures:
+            return []
+        lines = [
+            f"  {count} × {name}: {self.reasons.get(name, '')[:MOST_QUOTED]}"
+            for name, count in sorted(self.failures.items())
+        ]
+        return [*lines, f"  all of them: {self.files.failures}"]
+
     def line(self) -> str:
         """In one line."""
         parts = [f"{self.completed} rollouts"]
-        if self.completed:
-            parts.append(f"mean reward {self.reward_sum / self.completed:.3f}")
+        if self.rewarded:
+            parts.append(f"mean reward {self.reward_sum / self.rewarded:.3f}")
         if self.earlier:
             parts.append(f"{self.earlier} from before")
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.failures.items()))
@@ -94,10 +126,10 @@ def begin(files: CollectionFiles, rows: Sequence[Row]) -> Remaining:
 
 
 def resume(files: CollectionFiles) -> Remaining:
-    """What an earlier collection left to do; its materialized inputs are read, not the task file.
+    """Return the rows that an earlier collection left to run. It reads the materialized inputs, not the task file.
 
     Raises:
-        DataError: the materialized inputs cannot be read, or a row of theirs has no indexes.
+        DataError: the materialized inputs cannot be read, or a row has no indexes.
     """
     wanted = []
     for number, row in iter_rows(files.materialized_inputs):
@@ -123,10 +155,10 @@ async def collect(
     aggregate: bool = True,
     on_outcome: OnOutcome | None = None,
 ) -> Summary:
-    """Run what is left, inside `source`'s context, and write the aggregate metrics of all rollouts.
+    """Run the remaining rows, inside `source`'s context, and write the aggregate metrics of all rollouts.
 
     Raises:
-        InfraError: no agent could be reached for any row.
+        InfraError: no row reached an agent.
     """
     given_up = left.terminal + left.exhausted
     summary = Summary(files, planned=len(left.rows) + left.done + given_up, earlier=left.done, given_up=given_up)
@@ -178,11 +210,13 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
     else:
         result = outcome.result
         reward = result.get("reward")
-        # A failure's reason is in one field, wherever the agent has it; a result that says of itself neither what it is worth
-        # nor that it failed is a failure
+        # Put a failure's reason into one field, wherever the agent puts it. A result with neither a reward nor a
+        # failure is a
+        # failure
         if result.get(FAILURE) is not None:
             if DETAIL not in result:
                 result = result | {DETAIL: detail_of(result) or "The agent gives no reason."}
+            result = result | {TERMINAL: result.get(TERMINAL) is True}
         elif not (result.get("_ng_no_persist") or isinstance(reward, int | float)):
             detail = f"The agent's answer has reward {reward!r}."
             result = result | {FAILURE: "no_reward", TERMINAL: False, DETAIL: detail}
@@ -191,10 +225,13 @@ def _write(outcome: RowOutcome, rollouts: Appender, failures: Appender, summary:
         summary.not_run += 1
     elif (failure := result.get(FAILURE)) is not None:
         summary.failures[str(failure)] = summary.failures.get(str(failure), 0) + 1
+        summary.reasons.setdefault(str(failure), str(result[DETAIL]))
         failures.append(result)
     else:
         summary.completed += 1
-        summary.reward_sum += result["reward"]
+        if not result.get("mask_sample"):
+            summary.rewarded += 1
+            summary.reward_sum += result["reward"]
         rollouts.append(result)
 
 

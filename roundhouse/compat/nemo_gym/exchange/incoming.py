@@ -1,9 +1,9 @@
-"""A row of NeMo Gym's rollouts JSONL or failures sidecar as a rollout record; pure functions.
+"""Convert a row of NeMo Gym's rollouts JSONL or failures sidecar to a rollout record; pure functions.
 
-Invariant: `restored_row(record, remnant)` equals the row, value by value. The record holds what training and people need;
-the remnant holds the row without what the record has: the task's fields, the conversation, the token arrays.
+Invariant: `restored_row(record, remnant)` equals the row, value by value. The record holds the data for training and
+people; the remnant holds the rest of the row: the task's fields, the conversation, the token arrays.
 
-Rows that `outgoing` wrote carry the whole record and come back as they were. Of a foreign row:
+Rows that `outgoing` wrote carry the whole record and come back unchanged. Foreign rows:
 
     reward, mask_sample, response.status   ->  completed, truncated or masked
     _ng_failure_class, or no reward        ->  failed; `_ng_failure_terminal` and missing rewards are the data's fault
@@ -51,27 +51,27 @@ RESULT_FIELDS = frozenset(
     }
     | {"_ng_no_persist", "_ng_failure_judge_error", "ng_model_call_capture", "ng_agent_observations", "ng_trajectory"}
 )
-"""Fields of a row that say how a rollout went, not what its task is."""
+"""Fields of a row about a rollout's result, not about its task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remnant:
-    """What of a foreign row its record has no place for."""
+    """Part of a foreign row without a place in the record."""
 
     row: Row
     """The row; fields that the task holds are null, and so is `response.output` if the record's items hold it."""
     from_task: list[str] = field(default_factory=list)
     """Fields to take from the task."""
     given: int | None = None
-    """How many of the record's items are the task's input; None if the output is in the row."""
+    """Number of the record's items that are the task's input; None if the output is in the row."""
     turn_items: list[int] = field(default_factory=list)
     """For each turn, the place in the output of the item with its tokens."""
     log_probs: dict[str, list[float]] = field(default_factory=dict)
-    """By turn, log-probabilities that are no 32-bit floats: the record holds the nearest."""
+    """By turn, log-probabilities that are not 32-bit floats: the record holds the nearest."""
 
 
 def is_own(row: Row) -> bool:
-    """Whether Roundhouse wrote the row."""
+    """Return whether Roundhouse wrote the row."""
     own = row.get(OWN)
     return isinstance(own, dict) and own.get("version") == VERSION and "added" in own
 
@@ -120,12 +120,12 @@ def rollout_of(row: Row) -> Rollout:
 def foreign_rollout(
     row: Row, task: Row | None = None, *, key: tuple[int, int], policy_version: int = 0
 ) -> tuple[Rollout, Remnant]:
-    """The record of a row that another program wrote, and what is left over.
+    """Return the record of a row that another program wrote, and the remnant.
 
     Args:
         task: the rollout's row of the materialized inputs; by default the row without its result.
         key: task and rollout index.
-        policy_version: of the weights that answered; the row does not say.
+        policy_version: version of the weights; the row does not have it.
     """
     own_task = task if task is not None else {name: value for name, value in row.items() if name not in RESULT_FIELDS}
     begin = input_items(own_task)
@@ -184,7 +184,6 @@ class _Calls:
                 continue
             prompt, generated, log_probs = (item[name] for name in TOKEN_FIELDS)
             try:
-                array("i", generated)
                 nearest = array("f", log_probs).tolist()
                 turn = self._chain.add(
                     prompt,
@@ -193,7 +192,7 @@ class _Calls:
                     policy_version=policy_version,
                     finish_reason="tool_calls" if item.get("type") == "function_call" else "stop",
                 )
-            except (TypeError, OverflowError) as error:
+            except (TypeError, OverflowError, DataError) as error:
                 self.malformed = f"output item {place}: {error}"
                 continue
             if nearest != log_probs:
@@ -218,6 +217,10 @@ def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: b
         rollout.failure_code = "no_reward" if failure is None else str(failure)
         rollout.failure_detail = detail_of(row) or f"reward is {reward!r}"
         return
+    if (mask := row.get("mask_sample")) not in (None, True, False):
+        rollout.failure_kind, rollout.failure_code = FailureKind.DATA, "verifier_failed"
+        rollout.failure_detail = f"mask_sample is {mask!r}, not true or false"
+        return
     rollout.reward = float(reward)
     rollout.reward_components = _floats(row.get("reward_components"))
     top = {name: value for name, value in row.items() if name not in known and not name.startswith("_")}
@@ -225,7 +228,7 @@ def _judge(rollout: Rollout, row: Row, known: Row, malformed: str, incomplete: b
     rollout.metrics = _floats(top) | _floats(row.get("metrics"))
     rollout.finish_reason = "length" if incomplete else "stop"
     rollout.status = Status.TRUNCATED if incomplete else Status.COMPLETED
-    if row.get("mask_sample"):
+    if mask:
         rollout.status = Status.MASKED
     if malformed:
         rollout.status, rollout.failure_code = Status.MASKED, "malformed_token_fields"

@@ -30,8 +30,11 @@ import fsspec
 import orjson
 
 from roundhouse.environments.base import TaskRow
+from roundhouse.environments.null_fields import tools_of_row
+from roundhouse.environments.task_ids import identified_rows
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.protocol import InvalidRequest, check_responses
+from roundhouse.text_files import numbered_lines, parse_json
 
 Row = dict[str, Any]
 Key = tuple[int, int]
@@ -47,37 +50,42 @@ def key_of(row: Row) -> Key:
 
 
 def iter_rows(uri: str | Path, *, torn_tail: bool = False) -> Iterator[tuple[int, Row]]:
-    """Line numbers (from 1) and objects of a file, local or of any fsspec scheme; empty lines are skipped.
+    """Yield line numbers (from 1) and objects of a file, local or of any fsspec scheme; empty lines are skipped.
 
     Args:
-        torn_tail: leave out a last line without its newline that is no JSON, as an interrupted writer leaves it.
+        torn_tail: leave out a last line without newline that is not JSON, as an interrupted writer leaves it.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object; the text names the line.
+        DataError: the file cannot be read, or a line is not a JSON object; the text names the line.
     """
     for number, line in iter_lines(uri):
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            if torn_tail and not line.endswith(b"\n"):
-                return
-            raise DataError(f"{uri}, line {number} is not JSON: {error}. Correct or remove the line.") from error
+        if torn_tail and not line.endswith(b"\n") and not _is_json(line):
+            return
+        row = parse_json(line, f"{uri}, line {number}")
         if not isinstance(row, dict):
             raise DataError(f"{uri}, line {number} is a {type(row).__name__}; each line must be a JSON object.")
         yield number, row
 
 
 def iter_lines(uri: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers (from 1) and raw lines that are not empty.
+    """Yield line numbers (from 1) and raw lines that are not empty.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or its first bytes are those of another encoding than UTF-8.
     """
     try:
         with fsspec.open(str(uri), "rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            yield from numbered_lines(file, str(uri))
     except (OSError, ValueError, ImportError) as error:
         raise DataError(f"{uri} cannot be read: {error}. Check the path.") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def read_rows(uri: str | Path, *, torn_tail: bool = False) -> list[Row]:
@@ -142,10 +150,9 @@ def mend_tail(path: Path) -> None:
         tail = file.read()
         if not tail:
             return
-        try:
-            orjson.loads(tail)
+        if _is_json(tail):
             file.write(b"\n")
-        except orjson.JSONDecodeError:
+        else:
             file.truncate(start)
 
 
@@ -188,6 +195,10 @@ class CollectionFiles:
     def agent_metrics(self) -> Path:
         return self._beside("agent_metrics.json")
 
+    @property
+    def repeat_metrics(self) -> Path:
+        return self._beside("repeat_level_metrics.json")
+
     def _beside(self, ending: str) -> Path:
         return self.rollouts.with_name(f"{self.rollouts.stem}_{ending}")
 
@@ -205,7 +216,7 @@ PARAMS = "responses_create_params"
 
 
 class HasTaskFiles(Protocol):
-    """The configuration of an environment whose task rows stand in files."""
+    """The configuration of an environment with task rows in files."""
 
     @property
     def train_tasks(self) -> str | None: ...
@@ -215,32 +226,27 @@ class HasTaskFiles(Protocol):
 
 
 def read_task_rows(uri: str, key: str) -> list[TaskRow]:
-    """The rows of a file, local or of any fsspec scheme. A row without `task_id` gets `line-<number>`.
+    """Return the rows of a file, local or of any fsspec scheme. A row without `task_id` gets `line-<number>`.
 
     Raises:
-        ConfigError: unreadable file, a line that is no task row, a `task_id` used twice. `key` names the configuration key.
+        ConfigError: unreadable file, a line without a task row, an empty or repeated `task_id`. `key` names the configuration
+            key.
     """
     try:
         lines = list(iter_lines(uri))
     except DataError as error:
         raise ConfigError(f"{key} is {uri!r}: {error}") from error
     rows: list[TaskRow] = []
-    seen: dict[str, int] = {}
     for number, line in lines:
-        where = f"{key}: {uri}, line {number}"
         try:
-            row = parsed_row(line, where)
+            rows.append(parsed_row(line, f"{key}: {uri}, line {number}"))
         except DataError as error:
             raise ConfigError(str(error)) from error
-        task_id = row.get("task_id")
-        row = {**row, "task_id": f"line-{number}" if task_id is None else str(task_id)}
-        if row["task_id"] in seen:
-            raise ConfigError(f"{where}: task_id {row['task_id']!r} is already used on line {seen[row['task_id']]}.")
-        seen[row["task_id"]] = number
-        rows.append(row)
     if not rows:
         raise ConfigError(f"{key} is {uri!r}, which holds no task rows: one JSON object a line is needed.")
-    return rows
+    numbers = [number for number, _ in lines]
+    names = [f"line {number}" for number in numbers]
+    return identified_rows(rows, names, lambda index: f"line-{numbers[index]}", f"{key}: {uri}")
 
 
 def read_split_rows(config: HasTaskFiles) -> tuple[list[TaskRow], list[TaskRow]]:
@@ -254,18 +260,15 @@ def read_split_rows(config: HasTaskFiles) -> tuple[list[TaskRow], list[TaskRow]]
 
 
 def parsed_row(line: bytes, where: str, *, needs_input: bool = True) -> TaskRow:
-    """The task row on a line; `where` names it in errors.
+    """Return the task row on a line; `where` names it in errors.
 
     Args:
-        needs_input: False where a prompt configuration makes the input afterwards.
+        needs_input: False if a prompt configuration makes the input afterwards.
 
     Raises:
-        DataError: it is no JSON object, or its parameters are not those of a `/v1/responses` call.
+        DataError: it is not a JSON object, or its parameters are not those of a `/v1/responses` call.
     """
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+    row = parse_json(line, where)
     if not isinstance(row, dict):
         raise DataError(f"{where} is a {type(row).__name__}; a task row is a JSON object.")
     params = row.get(PARAMS)
@@ -274,7 +277,10 @@ def parsed_row(line: bytes, where: str, *, needs_input: bool = True) -> TaskRow:
     if not isinstance(params, dict) or "input" not in params:
         raise DataError(f"{where}: a task row needs {PARAMS}.input, a text or a list of items.")
     try:
+        if params.get("tools") is not None:
+            params = params | {"tools": tools_of_row(params["tools"])}
+            row = row | {PARAMS: params}
         check_responses(params)
-    except InvalidRequest as error:
+    except (InvalidRequest, DataError) as error:
         raise DataError(f"{where}: {PARAMS}: {error}") from error
     return row

@@ -1,25 +1,25 @@
-"""A rollout record as a row of NeMo Gym's rollouts JSONL or failures sidecar; pure functions.
+"""Convert a rollout record to a row of NeMo Gym's rollouts JSONL or failures sidecar; pure functions.
 
-Invariant: `incoming.rollout_of(row)` of a row made here equals the record. What NeMo Gym's fields can hold is in them (token
-fields on the last item of each model call, with whole prompts); the rest is under `_roundhouse`. The task's own fields
-stay at the top of the row, as a verifier's answer echoes them; which of them a result field covers is noted there, too.
+Invariant: `incoming.rollout_of(row)` of a row made here equals the record. NeMo Gym's fields hold all that fits them
+(token fields on the last item of each model call, with whole prompts); `_roundhouse` holds the rest. The task's fields
+stay at the top of the row, as in a verifier's answer; `_roundhouse` also notes the ones that a result field covers.
 
     task {"q": 1, "reward": "a field of the task"} + result {"reward": 0.5}
         ->  {"q": 1, "reward": 0.5, …, "_roundhouse": {"added": […], "replaced": {"reward": "a field of the task"}, …}}
 
-Which items of a rollout belong to which model call; pure functions.
+Assign the items of a rollout to its model calls; pure functions.
 
-Invariant: a call's token fields are on the last item of its output and cover all of it. Items carry no call number, so the
-calls are separated by the form of an engine's reply (reasoning, then text, then tool calls) and by the items between
-two replies (a tool's output, a user's message). Where that does not give as many replies as there were calls, the calls that
-are left over have no item.
+Invariant: a call's token fields are on the last item of its output and cover all of it. Items carry no call number, so
+the calls are separated by the form of an engine's reply (reasoning, then text, then tool calls) and by the items
+between two replies (a tool's output, a user's message). If this finds fewer replies than calls, the remaining calls
+have no item.
 
     message · function_call · function_call_output · message,  2 calls  ->  items 1 and 3
 
-A rollout row in the form that NeMo RL trains on: alternating what was read and what was generated, as tokens. Pure.
+A rollout row in the form that NeMo RL trains on: read and generated tokens in turn. Pure.
 
-Invariant: the messages' tokens joined are the last prompt and its generation; a prompt that does not begin with all tokens so
-far is refused, since its log-probabilities would be those of another history.
+Invariant: the messages' tokens joined are the last prompt and its generation. A prompt that does not begin with all
+tokens so far is refused, because its log-probabilities belong to another history.
 
     prompt [1 2] generated [3] · prompt [1 2 3 4] generated [5]
         ->  user [1 2], assistant [3], user [4], assistant [5]
@@ -46,7 +46,7 @@ ATTEMPT = "_ng_attempt_index"
 _ELSEWHERE = {"task", "status", "failure_kind", "reward", "reward_components", "metrics", "items", "turns"}
 _ON_ITEMS = {"turn", "prompt_token_ids", "generation_token_ids", "generation_log_probs"}
 SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in _ELSEWHERE)
-"""Fields of a record that travel under `_roundhouse` as they are: all that have no other place."""
+"""Fields of a record that `_roundhouse` holds unchanged: all that have no other place."""
 TURN_SCALARS = tuple(field.name for field in fields(Turn) if field.name not in _ON_ITEMS)
 """The same of a turn."""
 
@@ -60,7 +60,7 @@ class Address:
     agent: str
     """Instance name for rows whose task names no agent."""
     after: int = 0
-    """Of a rollout without a reward, how many with one precede it: two files do not have their common order."""
+    """Number of rollouts with a reward before this one, which has none: two files do not keep their common order."""
 
 
 def addresses(rollouts: Sequence[Rollout], agent: str | None = None) -> list[Address]:
@@ -80,16 +80,20 @@ def addresses(rollouts: Sequence[Rollout], agent: str | None = None) -> list[Add
 
 
 def is_index(value: Any) -> TypeGuard[int]:
-    """Whether a field can be the number of a task, rollout or attempt."""
+    """Return whether a field can be the number of a task, rollout or attempt."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 - 1
 
 
-def result_row(rollout: Rollout, address: Address) -> Row:
-    """The row of a rollout: for the rollouts file if it has a reward, otherwise for the failures sidecar."""
+def result_row(rollout: Rollout, address: Address, reply: Row | None = None) -> Row:
+    """Return the row of a rollout: for the rollouts file if it has a reward, otherwise for the failures sidecar.
+
+    Args:
+        reply: the verifier's answer, whose further fields stay at the top of the row.
+    """
     given = len(input_items(rollout.task))
     derived = rollout.items[:given] == input_items(rollout.task)
     output = rollout.items[given:] if derived else rollout.items
-    # The item of each turn that takes its token fields; None where there is none, or it has such fields of its own
+    # The item of each turn that takes its token fields; None if none does, or it has such fields already
     places = last_items(output, len(rollout.turns))
     placed = [
         None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places
@@ -118,6 +122,8 @@ def result_row(rollout: Rollout, address: Address) -> Row:
     # An import reads the items of the record back
     result: Row = {"response": whole_response(response, items=False)}
     result |= _judgement(rollout) | _stamps(rollout, address)
+    if reply is not None and rollout.reward is not None:
+        result = {**_further_fields(reply, rollout.task), **result}
     own = {
         "version": VERSION,
         "after": address.after,
@@ -144,6 +150,18 @@ def task_under(row: Row) -> Row:
 def with_tokens(item: Item, turn: Turn, prompt: list[int]) -> Item:
     """An item with the token fields of the call that it ends."""
     return item | dict(zip(TOKEN_FIELDS, (prompt, turn.generation_token_ids, turn.generation_log_probs), strict=True))
+
+
+_VERDICT = frozenset({"responses_create_params", "response", "reward", "reward_components", "metrics", "mask_sample"})
+
+
+def _further_fields(reply: Row, task: Row) -> Row:
+    """Return the fields that a verifier added to the task, without its verdict and the conversation."""
+    return {
+        name: value
+        for name, value in reply.items()
+        if name not in task and name not in _VERDICT and not name.startswith("_")
+    }
 
 
 def _own_numbers(rollouts: Sequence[Rollout]) -> dict[str, int]:
@@ -197,7 +215,7 @@ _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
 def input_items(task: dict[str, Any]) -> list[Item]:
-    """The conversation that a task row begins with, as items; empty if it has none."""
+    """Return the first conversation of a task row as items; empty if it has none."""
     params = task.get("responses_create_params")
     given = params.get("input") if isinstance(params, dict) else None
     if isinstance(given, str):
@@ -217,13 +235,14 @@ def last_items(output: Sequence[Item], calls: int) -> list[int | None]:
 
 
 def carries_tokens(item: Item) -> bool:
-    """Whether all three token fields are there and can be those of a call."""
+    """Return whether all three token fields are present and can belong to a call."""
     prompt, generated, log_probs = (item.get(name) for name in TOKEN_FIELDS)
     return isinstance(prompt, list) and isinstance(generated, list) and isinstance(log_probs, list) and bool(generated)
 
 
 def _ends(output: Sequence[Item], *, within: bool) -> list[int]:
-    """Places at which a reply ends: before an item of another origin and, `within` a run, where a new reply begins."""
+    """Return the ends of replies: before an item of another origin and, `within` a run, before the first item of a
+    new reply."""
     ends: list[int] = []
     before: int | None = None
     for place, item in enumerate(output):

@@ -1,33 +1,24 @@
-"""A collection's files as rollout records, and the lines that the records alone would not give back.
+"""Convert NeMo Gym's files to a Parquet dataset of the store and back.
 
-Invariants: each (task, rollout) makes one record: of its row in the rollouts file, otherwise of its newest failure. Every line
-comes back equal from an export: by the record alone where that is proven here, by record and remnant, or by the line itself.
+Invariants: each (task, rollout) makes one record: from its row in the rollouts file, otherwise from its newest failure.
+An export returns every line unchanged: from the record alone if that is proved at import, from record and remnant, or
+from the stored line. A dataset of Roundhouse has no stored lines, nor has one whose import proved that the export's
+rule gives the same lines.
 
-What an imported dataset keeps of the files it came from, in addition to its rollouts and turns.
-
-Invariant: with it, an export gives back the imported files, line for line. A dataset that Roundhouse collected has none, nor
-has one whose import could prove that the export's own rule gives the same lines.
-
-One row a line of a file: the file, the line's number, the rollout that it made (none for an attempt that a later one
-replaced), and what the record has no place for.
-
-NeMo Gym's files into a Parquet dataset of the store: a collect stage that validation and training read.
-
-Invariant: the dataset gives back its files (`to_files`), equal value by value. A name and version that exist are not written
-again: they are what they were.
+Stored lines have one row per line of a file: the file, the line's number, its rollout (none for an attempt that a later
+one replaced), and the data without a place in the record.
 
     run.jsonl + run_failures.jsonl + run_materialized_inputs.jsonl  ->  <store>/datasets/<name>/<version>/
 
-A Parquet dataset of rollouts as NeMo Gym's files.
-
-Invariant: every rollout is on exactly one line: of the rollouts file if it has a reward, otherwise of the failures sidecar. An
-imported dataset gives back the files that it came from.
+An existing name and version is not written again. In an export every rollout is on exactly one line: of the rollouts
+file if it has a reward, otherwise of the failures sidecar.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -56,6 +47,7 @@ from roundhouse.compat.nemo_gym.exchange.outgoing import (
     task_under,
 )
 from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics, light
+from roundhouse.environments.task_ids import unused_id
 from roundhouse.errors import DataError, StoreError
 from roundhouse.store.lineage import code_version
 from roundhouse.store.location import Location
@@ -69,7 +61,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
-    """The records of a collection and, unless they alone give back its files, their lines."""
+    """The records of a collection and, unless they alone restore its files, their lines."""
 
     rollouts: list[Rollout]
     originals: list[Original]
@@ -94,7 +86,7 @@ class _Line:
     """It is the address that the record gets in its dataset."""
 
     def original(self) -> Original:
-        """What is kept of the line."""
+        """Return the stored part of the line."""
         if self.rollout is not None and (self.plain or self.remnant is not None):
             return Original(self.file, self.number, self.rollout.rollout_id, self.remnant)
         row = self.row
@@ -106,30 +98,34 @@ class _Line:
 
 
 def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> CollectedFiles:
-    """Read the rollouts file and, where they are, its sidecar and materialized inputs.
+    """Read the rollouts file and, if present, its sidecar and materialized inputs.
 
     Args:
-        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows say it.
+        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows have it.
 
     Raises:
         DataError: a file cannot be read, or holds a (task, rollout) twice.
     """
-    # Line numbers, keys and rows of the materialized inputs; none if there is no such file
+    # Line numbers, keys and rows of the materialized inputs; empty without this file
+    asked, answered = _Indexes(), _Indexes()
     tasks = (
-        [(number, _key(row, number), row) for number, row in iter_rows(files.materialized_inputs)]
+        [
+            (number, asked.key(row, number, files.materialized_inputs.name), row)
+            for number, row in iter_rows(files.materialized_inputs)
+        ]
         if files.materialized_inputs.exists()
         else []
     )
     _refuse_twice(files.materialized_inputs.name, [(number, key) for number, key, _ in tasks])
     converter = _Converter({key: row for _, key, row in tasks}, policy_version)
-    judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts)]
+    judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts, answered)]
     _refuse_twice("the rollouts file", [(line.number, line.key) for line in judged])
-    failures = list(_lines("failures", files.failures)) if files.failures.exists() else []
+    failures = list(_lines("failures", files.failures, answered)) if files.failures.exists() else []
     known = {line.key for line in judged}
     newest = {line.key: line for line in failures if line.key not in known}
     failed = [converter.converted(line) for line in newest.values()]
     chosen = [*judged, *failed]
-    if all(line.own for line in chosen):  # a dataset of ours, whose order both files keep
+    if all(line.own for line in chosen):  # a dataset of Roundhouse; both files have its order
         places = [(0 if line.address is None else line.address.after, 0, line) for line in failed]
         places += [(place, 1, line) for place, line in enumerate(judged)]
         chosen = [line for _, _, line in sorted(places, key=lambda entry: entry[:2])]
@@ -141,7 +137,7 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
         line.plain = line.address == place
         given[line.key] = rollout, materialized_row(rollout, place)
     same_tasks = [row for _, _, row in tasks] == [given[key][1] for key in sorted(given)]
-    originals: list[Original] = []  # none where the records alone give back all lines, in their order
+    originals: list[Original] = []  # empty if the records alone restore all lines, in their order
     if not (same_lines and same_tasks and all(line.plain for line in chosen)):
         originals = [line.original() for line in [*judged, *failures]] + [
             _original_task(number, row, given.get(key)) for number, key, row in tasks
@@ -153,8 +149,9 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
 class _Converter:
     tasks: dict[Key, Row]
     policy_version: int
-    groups: dict[str, int] = field(default_factory=dict)
-    """Group ids and the task that each belongs to."""
+    names: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Group ids by task_id and task index."""
+    groups: set[str] = field(default_factory=set)
 
     def converted(self, line: _Line) -> _Line:
         """The line with its record."""
@@ -169,19 +166,78 @@ class _Converter:
         task = task_under(task) if task is not None and is_own(task) else task
         line.rollout, line.remnant = foreign_rollout(line.row, task, key=line.key, policy_version=self.policy_version)
         line.row = None
-        if self.groups.setdefault(line.rollout.group_id, line.key[0]) != line.key[0]:
-            line.rollout.group_id += f"#{line.key[0]}"  # two tasks of one task_id stay two groups
+        line.rollout.group_id = self._group_of(line.rollout.group_id, line.key[0])
         return line
 
+    def _group_of(self, task_id: str, index: int) -> str:
+        """Return the group of a task: two tasks with one task_id stay two groups."""
+        if (task_id, index) not in self.names:
+            group_id = unused_id(f"{task_id}#{index}", self.groups) if task_id in self.groups else task_id
+            self.groups.add(group_id)
+            self.names[task_id, index] = group_id
+        return self.names[task_id, index]
 
-def _lines(file: File, path: Path) -> Iterator[_Line]:
-    return (_Line(file, number, _key(row, number), row, is_own(row)) for number, row in iter_rows(path))
+
+def _lines(file: File, path: Path, indexes: _Indexes) -> Iterator[_Line]:
+    return (
+        _Line(file, number, indexes.key(row, number, path.name), row, is_own(row)) for number, row in iter_rows(path)
+    )
 
 
-def _key(row: Row, number: int) -> Key:
-    """Task and rollout index; a row without them is a task of its own, numbered by its line."""
-    task, rollout = row.get(TASK), row.get(ROLLOUT)
-    return (row[TASK], row[ROLLOUT]) if is_index(task) and is_index(rollout) else (number - 1, 0)
+@dataclass(slots=True)
+class _Indexes:
+    """Task and rollout indexes of rows: their own, or for all rows those of their order.
+
+    Rows without `_ng_task_index` are one task if they have the same `task_id`. Rows without `_ng_rollout_index` are the
+    rollouts of their task, in order.
+    """
+
+    first: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Place and value of each index field in the first row."""
+    tasks: dict[str, int] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    rollouts: Counter[int] = field(default_factory=Counter)
+
+    def key(self, row: Row, number: int, file: str) -> Key:
+        """Return the key of the row on a line of a file.
+
+        Raises:
+            DataError: an index is not an integer from 0, or the row has one that the rows before it lack.
+        """
+        place = f"{file}, line {number}"
+        task, rollout = (self._own(name, row, place) for name in (TASK, ROLLOUT))
+        if task is None:
+            task = self._generated_task(row, number)
+        if rollout is None:
+            rollout = self.rollouts[task]
+            self.rollouts[task] += 1
+        return task, rollout
+
+    def _own(self, name: str, row: Row, place: str) -> int | None:
+        index = row.get(name)
+        if index is not None and not is_index(index):
+            raise DataError(
+                f"{place}: {name} is {index!r:.80}. Give a whole number from 0, or leave it out of all rows."
+            )
+        first, value = self.first.setdefault(name, (place, index))
+        if (value is None) != (index is None):
+            without, having = (place, first) if index is None else (first, place)
+            raise DataError(
+                f"{without} has no {name} (it is null or missing), and {having} has one. Give it to all rows or none."
+            )
+        return index
+
+    def _generated_task(self, row: Row, number: int) -> int:
+        task_id = row.get("task_id")
+        if task_id is not None and str(task_id) in self.tasks:
+            return self.tasks[str(task_id)]
+        task = number - 1
+        while task in self.used:
+            task += 1
+        self.used.add(task)
+        if task_id is not None:
+            self.tasks[str(task_id)] = task
+        return task
 
 
 def _refuse_twice(where: str, keys: Sequence[tuple[int, Key]]) -> None:
@@ -210,7 +266,7 @@ ORIGINALS = pa.schema(
         ("file", pa.string()),
         ("line", pa.int32()),
         ("rollout_id", pa.string()),
-        ("remnant", pa.string()),  # JSON; null where the row is the record's task (materialized inputs)
+        ("remnant", pa.string()),  # JSON; null if the row is the record's task (materialized inputs)
         ("row", pa.string()),  # JSON: the whole row, if no record replaces it
     ]
 )
@@ -272,11 +328,11 @@ def import_rollouts(
     """Import a collection as `<store>/datasets/<name>/<version>`; importing the same files again is a no-op.
 
     Args:
-        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows say it.
+        policy_version: of the weights that made foreign rollouts; Roundhouse's own rows have it.
 
     Raises:
         DataError: a file cannot be read, or holds a (task, rollout) twice.
-        StoreError: the version exists and was made of other files.
+        StoreError: the version exists and was made from other files.
     """
     stage = Stage(Location(store) / f"datasets/{name}/{version}", kind=StageKind.COLLECT, run_id=name, iteration=0)
     hashed = hashlib.sha256()
@@ -312,7 +368,7 @@ def import_rollouts(
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """Written files and counts."""
 
     files: CollectionFiles
     rollouts: int
@@ -325,7 +381,7 @@ def export_rollouts(
     """Write a complete collect or evaluate stage to `<directory>/<stem>*.jsonl` and its aggregate metrics.
 
     Args:
-        agent: instance name for `agent_ref` where a task has none; by default the rollout's environment.
+        agent: instance name for `agent_ref` if a task has none; by default the rollout's environment.
     """
     rollouts = rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
     originals: list[Original] = []
@@ -368,7 +424,7 @@ def metrics_by_agent(light_rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _noted(rows: Iterator[Row], light_rows: list[Row]) -> Iterator[Row]:
-    """The rows as they pass, what statistics need of them put aside."""
+    """Yield the rows unchanged, and collect the data for statistics."""
     for row in rows:
         light_rows.append(light(row))
         yield row

@@ -1,15 +1,16 @@
-"""Stored rollouts judged anew: each row's recorded response to the verifier of today, the policy is not asked.
+"""Judge stored rollouts again: post each row's recorded response to the present verifier, without the policy.
 
-Invariants: a row is posted to /verify as its agent would post it (the materialized input with the recorded response), and what
-comes back is written to the output like a collection's row, a failure to its sidecar; the rollouts that are read do not change,
-but for `append`, which may add to them. An output is replaced once everything that is read has been read.
-A verifier that judges by its session's state cannot judge a stored rollout: a server that does not say that it is stateless
-(`GET /reverify_mode`) is refused, or with `force` its output is called `unsafe_…`.
+Invariants: a row is posted to /verify as its agent would post it (the materialized input with the recorded response),
+and the result is written to the output like a collection's row, a failure to its sidecar. The input rollouts do not
+change, except with `append`, which may add to them. An output is replaced after all inputs are read. A verifier that
+judges by its session's state cannot judge a stored rollout: a server that does not report itself stateless (`GET
+/reverify_mode`) is refused, or with `force` its output is called `unsafe_…`.
 
-    run_materialized_inputs.jsonl + run.jsonl ── /verify ──> output.jsonl, output_failures.jsonl, output_aggregate_metrics.json
+    run_materialized_inputs.jsonl + run.jsonl ── /verify ──> output.jsonl, output_failures.jsonl,
+    output_aggregate_metrics.json
 
-`judge_failed_only` recovers a run whose judge was away: its rollouts are taken over as they are, and only those that its
-failures sidecar files as judge_failed are judged.
+`judge_failed_only` recovers a run whose judge was unreachable: its rollouts are copied, and only the judge_failed ones
+of its failures sidecar are judged.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ STATELESS = "stateless"
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """What is judged, and what becomes of an output that is there."""
+    """Rows to judge, and treatment of an existing output."""
 
     inputs: Path
     rollouts: CollectionFiles
@@ -82,17 +83,17 @@ class Verifiers(RowServers):
     malformed = VerifierFailed
 
     async def not_stateless(self) -> list[str]:
-        """URLs of the servers that do not say of themselves that they judge by row and response alone."""
+        """Return URLs of the servers that do not report that they judge by row and response alone."""
         modes = {one.url: await one.get("reverify_mode", seconds=SHORT_SECONDS) for one in self._connections.values()}
         return sorted(url for url, (status, text) in modes.items() if status != 200 or text.strip('"\n') != STATELESS)
 
 
 async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[CollectionFiles, Remaining]:
-    """The files that are written, made ready, and the rows to judge.
+    """Prepare the output files, and return them with the rows to judge.
 
     Raises:
-        ConfigError: a verifier is not stateless, the output is there or is what is read, or options contradict each other.
-        DataError: a file cannot be read; a rollout has no row among the inputs, or no response.
+        ConfigError: a verifier is not stateless, the output exists or is an input, or options contradict each other.
+        DataError: a file cannot be read; a rollout lacks a row among the inputs, or a response.
     """
     asked.check()
     unfit = [] if asked.judge_failed_only else await verifiers.not_stateless()
@@ -136,7 +137,7 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
 
 
 def _new(rows: Iterable[Row], present: set[Key]) -> list[Row]:
-    """The rows whose keys are not present, each once; their keys are from then on."""
+    """Yield the rows whose keys are not present, each once, and mark their keys present."""
     found: list[Row] = []
     for row in rows:
         if key_of(row) not in present:

@@ -1,19 +1,21 @@
-"""Statistics of verified rollouts, as /aggregate_metrics answers them; pure functions.
+"""Statistics of verified rollouts, as the answer of /aggregate_metrics; pure functions.
 
-Invariant: each statistic is over the rollouts that report the field, of which a truth value counts as 0 or 1. `std` is the
-sample's (n-1); a single rollout's is 0, and of a field that only one of several rollouts reports there is none.
+Invariant: each statistic is over the rollouts that report the field; a truth value counts as 0 or 1. A masked rollout
+(`mask_sample`) counts in no statistic; `coverage/*` counts these if any exist. `std` is the sample's (n-1); it is 0 for
+a single rollout, and missing if only one of several rollouts reports the field.
 
     [{"reward": 1, "_ng_task_index": 0}, {"reward": 0, "_ng_task_index": 0}]
         ->  agent_metrics {"mean/reward": 0.5, "max/reward": 1, …}, key_metrics {"mean/reward": 0.5}, one group
 
-Fields are the numbers at the top of a row, of its token usage, and of `metrics` and `reward_components` where it has them.
+Fields are the numbers at the top of a row, of its token usage, and of `metrics` and `reward_components`.
 
 The reward profile of a collection: statistics of each task's rollouts, and of each agent's.
 
-Invariant: every rollout belongs to a row of the materialized inputs; rows without a rollout count as missing, and only on
-request are they let pass.
+Invariant: every rollout belongs to a row of the materialized inputs. Rows without a rollout count as missing, which is
+refused unless the caller allows it.
 
     run_materialized_inputs.jsonl + run.jsonl  ->  run_reward_profiling.jsonl (a line a task) + run_agent_metrics.json
+                                                   + run_repeat_level_metrics.json
 
 pass@k, pass@1[avg-of-k] and majority@k over several rollouts of each task, in percent; pure functions.
 
@@ -49,6 +51,12 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import (
     read_rows,
     write_rows,
 )
+from roundhouse.compat.nemo_gym.exchange.repeats import (
+    RepeatMetrics,
+    across_repeats,
+    add_own_metrics,
+    repeat_level_metrics,
+)
 from roundhouse.errors import DataError
 from roundhouse.trajectories import records
 
@@ -58,8 +66,9 @@ ComputeMetrics = Callable[[list[list[VerifiedRow]]], Metrics]
 """From rollouts by task to more metrics; `per_task_metrics` among them, a list of rows with `_ng_task_index`, joins the
 groups."""
 KeyMetrics = Callable[[Metrics], Metrics]
-"""From all metrics to those that a person reads first."""
+"""Select from all metrics the ones to read first."""
 
+MASK = "mask_sample"
 _OWN_FIELDS = ("metrics", "reward_components")
 
 
@@ -67,29 +76,61 @@ def aggregate_metrics(
     verify_responses: Sequence[VerifiedRow],
     compute_metrics: ComputeMetrics | None = None,
     key_metrics: KeyMetrics | None = None,
+    compute_repeat_metrics: RepeatMetrics | None = None,
 ) -> Metrics:
-    """Statistics over all rollouts and over each task's. Rows without `_ng_task_index` are distinguished by `task_id`."""
-    if not verify_responses:
-        return {"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}}
-    tasks = rollouts_by_task(verify_responses)
+    """Return statistics over all rollouts, each task's and each repeat's. Rows without `_ng_task_index` are distinguished by
+    `task_id`."""
+    measured, missing = [row for row in verify_responses if not row.get(MASK)], coverage(verify_responses)
+    if not measured:
+        return {
+            "group_level_metrics": [],
+            "agent_metrics": dict(missing),
+            "key_metrics": dict(missing),
+            "repeat_level_metrics": [],
+        }
+    tasks = rollouts_by_task(measured)
     groups = [group_metrics(rollouts, expected=len(rollouts)) for rollouts in tasks]
-    agent_metrics: Metrics = dict(describe(verify_responses))
+    repeats = repeat_level_metrics(measured, numbers)
+    agent_metrics: Metrics = {**describe(measured), **across_repeats(repeats), **missing}
+    own: Metrics = {}
     if compute_metrics is not None:
-        extra = dict(compute_metrics(tasks))
-        per_task = extra.pop("per_task_metrics", None) or []
+        own = dict(compute_metrics(tasks))
+        per_task = own.pop("per_task_metrics", None) or []
         by_index = {row[TASK]: row for row in per_task}
         for group in groups:
             group |= by_index.get(group.get(TASK), {})
-        agent_metrics |= extra
-    select = key_metrics or means
-    return {"group_level_metrics": groups, "agent_metrics": agent_metrics, "key_metrics": select(agent_metrics)}
+        agent_metrics |= own
+    agent_metrics["num_repeats"] = len({row.get(ROLLOUT, 0) for row in verify_responses})
+    selected = {**(key_metrics or means)(agent_metrics), **missing}
+    if compute_repeat_metrics is not None and repeats:
+        add_own_metrics(repeats, agent_metrics, own, measured, compute_repeat_metrics)
+    return {
+        "group_level_metrics": groups,
+        "agent_metrics": agent_metrics,
+        "key_metrics": selected,
+        "repeat_level_metrics": repeats,
+    }
+
+
+def coverage(rows: Sequence[VerifiedRow]) -> dict[str, int]:
+    """Return how many rollouts and tasks the statistics are over; nothing if no rollout is masked."""
+    measured = [row for row in rows if not row.get(MASK)]
+    if len(measured) == len(rows):
+        return {}
+    tasks, measured_tasks = ({row.get(TASK, row.get("task_id", 0)) for row in some} for some in (rows, measured))
+    return {
+        "coverage/measured_rollouts": len(measured),
+        "coverage/masked_rollouts": len(rows) - len(measured),
+        "coverage/measured_tasks": len(measured_tasks),
+        "coverage/fully_masked_tasks": len(tasks - measured_tasks),
+    }
 
 
 def rollouts_by_task(rows: Iterable[VerifiedRow]) -> list[list[VerifiedRow]]:
-    """Rollouts grouped by task: by ascending index, then those that only have a `task_id`, as they come."""
+    """Group rollouts by task: by ascending index, then by `task_id` in the order of their occurrence."""
     groups: dict[Any, list[VerifiedRow]] = {}
     for row in rows:
-        groups.setdefault(row.get(TASK, row.get("task_id")), []).append(row)
+        groups.setdefault(row.get("task_id") if row.get(TASK) is None else row[TASK], []).append(row)
     return [groups[key] for key in sorted(groups, key=lambda key: (0, key) if isinstance(key, int) else (1, 0))]
 
 
@@ -101,11 +142,12 @@ def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: Verifi
         sample: the task's row; if it is unknown, the rollouts' agent.
     """
     first = rollouts[0]
-    identity = {name: first[name] for name in (TASK, "task_id") if name in first}
+    identity = {name: first[name] for name in (TASK, "task_id") if first.get(name) is not None}
     infos = []
-    for place, row in sorted(enumerate(rollouts), key=lambda pair: pair[1].get(ROLLOUT, pair[0])):
-        rollout_id = f"{row.get(TASK, row.get('task_id', ''))}:{row.get(ROLLOUT, place)}"
-        indexes = {name: row[name] for name in (TASK, ROLLOUT) if name in row}
+    own = [{name: row[name] for name in (TASK, ROLLOUT) if row.get(name) is not None} for row in rollouts]
+    for place, row in sorted(enumerate(rollouts), key=lambda pair: own[pair[0]].get(ROLLOUT, pair[0])):
+        indexes = own[place]
+        rollout_id = f"{indexes.get(TASK, row.get('task_id', ''))}:{indexes.get(ROLLOUT, place)}"
         infos.append({"rollout_id": rollout_id, **indexes, **numbers(row)})
     return {
         **identity,
@@ -120,7 +162,7 @@ def group_metrics(rollouts: Sequence[VerifiedRow], expected: int, sample: Verifi
 
 
 def describe(rows: Sequence[VerifiedRow]) -> dict[str, float]:
-    """mean, max, min, median and std of each field, named `<statistic>/<field>`."""
+    """Return mean, max, min, median and std of each field, named `<statistic>/<field>`."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in numbers(row).items():
@@ -142,7 +184,7 @@ def describe(rows: Sequence[VerifiedRow]) -> dict[str, float]:
 
 
 def numbers(row: VerifiedRow) -> dict[str, float]:
-    """The fields of a rollout that statistics are made of. Bookkeeping (`_ng_…`) is none of them."""
+    """Return the fields of a rollout that statistics are made of, without bookkeeping (`_…`) and the mask."""
     parts: list[tuple[str, VerifiedRow]] = []  # of one name twice, the later counts
     for name in _OWN_FIELDS:
         if isinstance(own := row.get(name), Mapping):
@@ -152,12 +194,12 @@ def numbers(row: VerifiedRow) -> dict[str, float]:
         f"{prefix}{name}": int(value) if isinstance(value, bool) else value
         for prefix, fields in parts
         for name, value in fields.items()
-        if isinstance(value, int | float) and not name.startswith("_ng_")
+        if isinstance(value, int | float) and not name.startswith("_") and name != MASK
     }
 
 
 def means(metrics: Metrics) -> Metrics:
-    """The `mean/…` among the metrics: what a person reads first unless an environment says otherwise."""
+    """Return the `mean/…` of the metrics: the ones to read first unless an environment chooses others."""
     return {name: value for name, value in metrics.items() if name.startswith("mean/")}
 
 
@@ -170,7 +212,7 @@ def light(row: VerifiedRow) -> Metrics:
 
 
 def expected_by_task(rows: Iterable[VerifiedRow]) -> Counter[Any]:
-    """How many rollouts of each task index were asked for."""
+    """Return the number of requested rollouts of each task index."""
     return Counter(row[TASK] for row in rows)
 
 
@@ -189,13 +231,14 @@ class Profile:
 
     tasks: list[dict[str, Any]]
     agents: list[dict[str, Any]]
+    repeats: list[dict[str, Any]]
     expected: int
     """Rows of the materialized inputs."""
     completed: int
 
 
 def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bool = False) -> Profile:
-    """The profile of `rollouts` (their conversations are not looked at) against the rows that asked for them.
+    """Return the profile of `rollouts` (without their conversations) against the rows that requested them.
 
     Raises:
         DataError: a rollout has no row, occurs twice, or is missing while `allow_partial` is False.
@@ -207,18 +250,26 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
         _refuse(
             wanted.keys() - found.keys(), "row(s) have no rollout; --allow-partial profiles what there is. They are"
         )
-    expected = expected_by_task(wanted.values())
-    ordered = [found[key] for key in sorted(found)]
+    masked = {key for key, row in found.items() if row.get(MASK)}  # were played, and are in no statistic
+    expected = expected_by_task(row for key, row in wanted.items() if key not in masked)
+    ordered = [found[key] for key in sorted(found.keys() - masked)]
     tasks = []
     for own in rollouts_by_task(ordered):
         asked = wanted[own[0][TASK], own[0][ROLLOUT]]
         sample = {name: value for name, value in asked.items() if name not in (TASK, ROLLOUT)}
         tasks.append(group_metrics(own, expected[own[0][TASK]], sample))
     agents: dict[str, list[Row]] = {}
-    for row in ordered:
-        agents.setdefault(wanted[key_of(row)]["agent_ref"]["name"], []).append(row)
-    by_agent = [describe(own) | {"agent_ref": {"name": name}} for name, own in sorted(agents.items())]
-    return Profile(tasks, by_agent, len(wanted), len(found))
+    for key in sorted(found):
+        agents.setdefault(wanted[key]["agent_ref"]["name"], []).append(found[key])
+    by_agent: list[Metrics] = []
+    by_repeat: list[Metrics] = []
+    for name, agent_rows in sorted(agents.items()):
+        reference = {"agent_ref": {"name": name}}
+        measured = [row for row in agent_rows if not row.get(MASK)]
+        repeats = repeat_level_metrics(measured, numbers)
+        by_agent.append(describe(measured) | across_repeats(repeats) | coverage(agent_rows) | reference)
+        by_repeat += [reference | entry for entry in repeats]
+    return Profile(tasks, by_agent, by_repeat, len(wanted), len(found))
 
 
 def write_profile(files: CollectionFiles, inputs: Path | None = None, *, allow_partial: bool = False) -> Profile:
@@ -227,13 +278,14 @@ def write_profile(files: CollectionFiles, inputs: Path | None = None, *, allow_p
     found = profile(read_rows(inputs or files.materialized_inputs), rollouts, allow_partial=allow_partial)
     write_rows(files.reward_profile, found.tasks)
     files.agent_metrics.write_bytes(orjson.dumps(found.agents))
+    files.repeat_metrics.write_bytes(orjson.dumps(found.repeats))
     return found
 
 
 def _by_key(rows: Iterable[Row], where: str) -> dict[Key, Row]:
     found: dict[Key, Row] = {}
     for row in rows:
-        if TASK not in row or ROLLOUT not in row:
+        if row.get(TASK) is None or row.get(ROLLOUT) is None:
             raise DataError(f"A row of {where} has no {TASK} and {ROLLOUT}: it cannot be profiled.")
         if key_of(row) in found:
             raise DataError(f"Task {row[TASK]}, rollout {row[ROLLOUT]} stands twice in {where}.")
@@ -310,7 +362,7 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
-    """The score of the most frequent answer; the mean of those that tie, 0 without any answer."""
+    """Return the score of the most frequent answer; the mean if several are equally frequent, 0 without any answer."""
     given = [(a, s) for a, s in zip(answers, scores, strict=True) if a is not None and s is not None]
     if not given:
         return 0.0
@@ -329,7 +381,8 @@ def _of(rollouts: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _spread_at(scores: Scores, name: str, k: int, runs: Sequence[float]) -> dict[str, float]:
-    """How much the mean of one run (the i-th rollout of every task) varies over the first k runs, and a task's scores."""
+    """Return the spread of the mean of one run (the i-th rollout of every task) over the first k runs, and of a
+    task's scores."""
     key = f"pass@1[avg-of-{k}]/{name}"
     spread = {}
     if k > 1 and len(first := runs[:k]) > 1:
@@ -352,4 +405,4 @@ def _mean_by_run(scores: Scores, name: str, largest: int) -> list[float]:
 
 def _sample_deviation(values: Sequence[float]) -> float:
     mean = statistics.fmean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)

@@ -1,31 +1,32 @@
-"""Many rollouts at once, handed on as they finish; what is still to do; and the two sources of rollouts.
+"""Run many rollouts at once and yield them as they finish; the remaining work; and the two sources of rollouts.
 
-Invariants: each row gives exactly one outcome; no more than `concurrency` are in flight, and no work exists for rows not yet
-begun; a row that fails is an outcome and ends nothing; when the consumer stops early, what is in flight is cancelled and
-awaited. Where the source cannot be reached at all, rows not begun are handed back untried instead of failing one by one.
+Invariants: each row gives exactly one outcome. At most `concurrency` rows are in flight, and no work exists for rows
+that have not begun. A failed row is an outcome and ends nothing. If the consumer stops early, rows in flight are
+cancelled and awaited. If the source cannot be reached at all, rows that have not begun are returned untried instead of
+failing one by one.
 
     async with source:
         async for outcome in stream(rows, source, concurrency=64):     in the order of completion
             …
     results = await run_rollouts(rows, source, concurrency=64)         in the order of the rows
 
-What a collection still has to do: a pure difference of wanted and done.
+The remaining work of a collection: a pure difference of wanted and done.
 
-Invariant: a rollout that was written is not made again; one that failed for good, or as often as is allowed, is not tried
-again; everything else is.
+Invariant: a written rollout is not made again. A rollout that failed for good, or as often as allowed, is not tried
+again. All others are.
 
     wanted a/0 a/1 b/0 b/1, rollouts a/0, failures a/1 (3 times) b/0 (terminal) b/1 (once)
         ->  to run b/1, its `_ng_attempt_index` 1
 
 Agent servers of NeMo Gym's contract as a source of rollouts: POST /run plays a whole row.
 
-Invariant: a row is posted once; what comes back is the agent's own answer, unchanged, or a typed failure. A 4xx says that the
-row is at fault, but for those that ask to try later; a 5xx says nothing about the row.
+Invariant: a row is posted once. The result is the agent's unchanged answer, or a typed failure. A 4xx is the row's
+fault, except if it asks for a later retry; a 5xx is not.
 
 A running engine and an environment in this process as a source of rollouts: no agent server between them.
 
-Invariant: a row's result holds the whole rollout record under `_roundhouse`, so that an import loses nothing; the seed of a
-rollout depends on the collection's seed and the row's indexes alone.
+Invariant: a row's result holds the whole rollout record under `_roundhouse`, so that an import loses nothing; the seed
+of a rollout depends on the collection's seed and the row's indexes alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from roundhouse.environments.base import Split
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.agents import play_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, reorder
 from roundhouse.rollout.protocol import TERMINAL, AgentFailed, BadAgentAnswer, EnvironmentUnreachable, classify
@@ -89,10 +90,10 @@ class RolloutSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What became of a row."""
+    """Outcome of a row."""
 
     index: int
-    """Of the row."""
+    """Index of the row."""
     row: Row
     result: Row | None = None
     error: Exception | None = None
@@ -111,7 +112,7 @@ class RowOutcome:
 async def stream(
     rows: Sequence[Row], source: RolloutSource, concurrency: int | None
 ) -> AsyncGenerator[RowOutcome, None]:
-    """The outcomes of `rows` in the order of completion; all rows at once where `concurrency` is None."""
+    """Yield the outcomes of `rows` in the order of completion; all rows at once if `concurrency` is None."""
     concurrency = concurrency or max(1, len(rows))
     queue: Iterator[tuple[int, Row]] = iter(enumerate(rows))
     finished: asyncio.Queue[RowOutcome] = asyncio.Queue(maxsize=concurrency)
@@ -134,7 +135,7 @@ async def stream(
 
 
 async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: int | None) -> list[RowOutcome]:
-    """The outcomes of `rows` in their order.
+    """Return the outcomes of `rows` in their order.
 
     Raises:
         ReorderError: a row has no outcome, or more than one.
@@ -191,7 +192,8 @@ class Remaining:
 def remaining(
     wanted: Sequence[Row], done: Iterable[Row], failures: Iterable[Row], max_attempts: int = MAX_ATTEMPTS
 ) -> Remaining:
-    """What of `wanted` (materialized inputs) is still to be run; failed rows get the number of their next attempt."""
+    """Return the rows of `wanted` (materialized inputs) that remain to run; failed rows get the number of their next
+    attempt."""
     finished = {key_of(row) for row in done}
     attempts: Counter[Key] = Counter()
     terminal: set[Key] = set()
@@ -217,10 +219,10 @@ def remaining(
 
 
 def max_attempts(environ: Mapping[str, str] = os.environ) -> int:
-    """Attempts at a rollout, over all resumes, as NEMO_GYM_MAX_ROLLOUT_ATTEMPTS says; 3 when it is unset.
+    """Return the limit of attempts at a rollout, over all resumes: NEMO_GYM_MAX_ROLLOUT_ATTEMPTS, by default 3.
 
     Raises:
-        ConfigError: it is no whole number from 1.
+        ConfigError: it is not a whole number from 1.
     """
     text = environ.get(MAX_ATTEMPTS_VARIABLE) or str(MAX_ATTEMPTS)
     if not text.isdigit() or int(text) < 1:
@@ -243,7 +245,7 @@ class AgentRefused(DataError):
 
 
 class RowServers:
-    """Servers by the instance name of an agent; a row goes to the one that its `agent_ref` names, or to `*`."""
+    """Servers by the instance name of an agent; a row goes to the server of its `agent_ref`, or to `*`."""
 
     route: ClassVar[str]
     unavailable: ClassVar[type[InfraError]]
@@ -251,7 +253,7 @@ class RowServers:
     refused: ClassVar[type[DataError]]
     """Raised for another 4xx."""
     malformed: ClassVar[type[DataError]]
-    """Raised for an answer that is no JSON object."""
+    """Error for an answer that is not a JSON object."""
 
     def __init__(self, urls: Mapping[str, str], seconds: float = RUN_SECONDS, *, key: str = "--agent-url") -> None:
         """`key` is the option that holds the URLs, for errors. The name `*` means every agent."""
@@ -273,7 +275,7 @@ class RowServers:
         return json_object(text, where, self.malformed)
 
     async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
-        """The server's own statistics; ours where it has none."""
+        """Return the server's statistics; ours if it has none."""
         connection = self._of(agent)
         try:
             status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)
@@ -356,7 +358,7 @@ class OwnPolicy:
         task, rollout = row[TASK], row[ROLLOUT]
         seed = derive_seed(self._seed, task, rollout)
         group = str(row.get("task_id") or f"task-{task}")
-        played = await run_rollout(
+        attempt = await play_rollout(
             RolloutSpec(group, rollout, row, seed),
             self._policy,
             self._environment,
@@ -364,11 +366,12 @@ class OwnPolicy:
             self._sampling,
             attempt=row.get(ATTEMPT, 0) + 1,
             judges_overflow=True,
-            on_policy=False,  # a row may ask for its own temperature; the log-probabilities are of what was drawn from
+            on_policy=False,  # a row may choose its temperature; the log-probabilities belong to the distribution of the draw
         )
+        played = attempt.rollout
         if played.failure_code == ENGINE_GONE and not played.turns:
             raise NotReached(played.failure_detail)
-        return result_row(played, Address(task, rollout, self.agent))
+        return result_row(played, Address(task, rollout, self.agent), attempt.answer)
 
     async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
         return aggregate_metrics(rows, getattr(self._environment, "compute_metrics", None))

@@ -1,22 +1,23 @@
-"""From task rows to one row a rollout: the materialized inputs of a collection. Pure, but for reading the file.
+"""Make the materialized inputs of a collection: one row for each rollout of each task. Pure, except for reading the
+file.
 
-Invariants: two rows of one collection differ in (`_ng_task_index`, `_ng_rollout_index`); lines with the same text are one task,
-unless they carry an index; nothing of a row is changed but what was asked for. All lines at fault are reported together.
+Invariants: two rows of one collection differ in (`_ng_task_index`, `_ng_rollout_index`). Lines with the same text are
+one task, unless they carry an index. A row changes only as requested. All faulty lines are reported together.
 
     a b c, 2 repeats  ->  a/0 a/1 b/0 b/1 c/0 c/1
 
-Prompt configurations: templates that make a row's conversation out of its fields.
+Prompt configurations: templates that make a row's conversation from its fields.
 
-Invariant: a row has its own input or a template makes it, never both; a placeholder that names no field of the row is refused
+Invariant: a row has an input or a template makes it, never both. A placeholder without a field of the row is refused
 with the line.
 
     {system: "Be brief.", user: "{question} Options: {options[0]}"}      {{ and }} give braces
 
-The datasets of a configuration's agents, collated: one file of task rows a type.
+The datasets of a configuration's agents, collated: one file of task rows for each type.
 
-Invariant: a file is written only if every row of its datasets is a task row; each row names its agent, and is repeated as often
-as its dataset's `num_repeats` says, consecutively (abc -> aabbcc). Metrics that were written before and differ are not replaced
-unless that is asked for: they mean that the data changed.
+Invariant: a file is written only if every row of its datasets is a task row. Each row names its agent, and is repeated
+`num_repeats` times, consecutively (abc -> aabbcc). Metrics on disk that differ are replaced only on request, because a
+difference means that the data changed.
 
     out/train.jsonl  out/train_metrics.json  out/validation.jsonl  out/validation_metrics.json
 
@@ -30,6 +31,7 @@ Invariant: the statistics of several datasets together equal those of their rows
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections import Counter
@@ -49,6 +51,7 @@ from roundhouse.compat.nemo_gym.exchange.json_lines import ROLLOUT, TASK, Row, i
 from roundhouse.compat.nemo_gym.exchange.outgoing import is_index
 from roundhouse.config.yaml_text import load_yaml
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.text_files import decode_text
 
 DEFAULT = "_default"
 """Name in a table of repeats that means every other agent."""
@@ -56,19 +59,48 @@ MOST_SHOWN = 10
 """Lines at fault that are quoted in an error."""
 
 
+_NO_COUNTERPART = "without a counterpart here"
+COLLECTION_KEYS: dict[str, str] = {
+    "input_jsonl_fpath": "the option --input here",
+    "output_jsonl_fpath": "the option --output here",
+    "agent_name": "the option --agent here",
+    "head_server": "the option --head URL here",
+    "limit": "the option --limit here",
+    "num_repeats": "the option --num-repeats here",
+    "num_samples_in_parallel": "the option --concurrency here; 0: all at once",
+    "resume_from_cache": "the option --resume here",
+    "prompt_config": "the option --prompt-config here",
+    "disable_aggregation": "the option --disable-aggregation here",
+    "require_complete": "the option --require-complete here",
+    "route_failures_to_sidecar": "the rule here: a failed row never ends a collection. Leave it out",
+    "agent_map": f"{_NO_COUNTERPART}: name the agent in each row (agent_ref), or --agent",
+    "fan_out": f"{_NO_COUNTERPART}: collect once for each agent, with --agent and another --output",
+    "interleave_repeats": f"{_NO_COUNTERPART}: collect once for each repeat, with another --output",
+    "skills": f"{_NO_COUNTERPART}: write skills_ref into the rows",
+    "environment_routing_mode": f"{_NO_COUNTERPART}: name the agent in each row (agent_ref), or --agent",
+    "environment_server_name": f"{_NO_COUNTERPART}: name the agent in each row (agent_ref), or --agent",
+    "environment_server_routes": f"{_NO_COUNTERPART}: name the agent in each row (agent_ref), or --agent",
+    "dispatch_budget_s": f"{_NO_COUNTERPART}: end the collection with SIGTERM, continue with --resume",
+    "drain_margin_s": f"{_NO_COUNTERPART}: end the collection with SIGTERM, continue with --resume",
+    "count_failure_classes_as_zero": f"{_NO_COUNTERPART}: a failed rollout counts in no mean",
+    "count_missing_rollouts_as_zero": f"{_NO_COUNTERPART}: a missing rollout counts in no mean",
+}
+"""Keys of NeMo Gym's collection command, and the option of ours for each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How many rollouts a row gets: one number for all, or by agent."""
+    """Number of rollouts of a row: one number for all, or by agent."""
 
     all: int | None = 1
     by_agent: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Any) -> Repeats:
-        """From 4, None (1), or {agent: 4, _default: 1}.
+        """Make it from 4, None (1), or {agent: 4, _default: 1}.
 
         Raises:
-            ConfigError: it is none of these, or a number is below 1.
+            ConfigError: another form, or a number below 1.
         """
         if value is None:
             return cls()
@@ -95,7 +127,7 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Materialization:
-    """What is done to the rows of a file."""
+    """Changes that are made to the rows of a file."""
 
     agent: str | None = None
     """For rows that name none."""
@@ -107,6 +139,8 @@ class Materialization:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Replaces fields of `responses_create_params`."""
     prompt: PromptTemplate | None = None
+    agents: frozenset[str] | None = None
+    """The agents that can play rows; None: any."""
 
 
 def materialize(uri: str, how: Materialization) -> list[Row]:
@@ -139,6 +173,12 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
             agent = task_row.get("agent_ref")
             if not isinstance(agent, dict) or not isinstance(agent.get("name"), str):
                 raise DataError(f"{where} names no agent: name one for all rows, or put agent_ref.name into it.")
+            if how.agents is not None and agent["name"] not in how.agents:
+                raise DataError(f"{where} names the agent {agent['name']!r}. {_nearest(agent['name'], how.agents)}")
+            if not _is_metadata(task_row["responses_create_params"].get("metadata")):
+                raise DataError(
+                    f"{where}: the values of responses_create_params.metadata are texts. Write JSON into a text."
+                )
             if TASK in task_row and not is_index(task_row[TASK]):
                 raise DataError(f"{where} has {TASK} {task_row[TASK]!r}; it is a whole number from 0, or left out.")
             task_row["responses_create_params"] = task_row["responses_create_params"] | how.params
@@ -165,6 +205,16 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
         shown = "".join(f"\n  {fault}" for fault in faults[:MOST_SHOWN])
         raise DataError(f"{len(faults)} line(s) of {name} are no task rows:{shown}{more}")
     return rows
+
+
+def _nearest(name: str, agents: Iterable[str]) -> str:
+    agents = sorted(agents)
+    near = difflib.get_close_matches(name, agents, n=1)
+    return f"Did you mean {near[0]}?" if near else f"There are: {', '.join(agents)}."
+
+
+def _is_metadata(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(isinstance(one, str) for one in value.values()))
 
 
 def _is_count(value: Any) -> bool:
@@ -213,9 +263,9 @@ def read_prompt(uri: str) -> PromptTemplate:
         ConfigError: it cannot be read, or is not {user: text, system?: text}.
     """
     try:
-        with fsspec.open(uri, "r") as file:
-            found: Any = load_yaml(file.read())
-    except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
+        with fsspec.open(uri, "rb") as file:
+            found: Any = load_yaml(decode_text(file.read(), uri))
+    except (OSError, ValueError, ImportError, yaml.YAMLError, DataError) as error:
         raise ConfigError(f"The prompt configuration {uri} cannot be read: {error}") from error
     known = isinstance(found, dict) and isinstance(found.get("user"), str)
     if not known or not isinstance(found.get("system"), str | None):
@@ -228,7 +278,7 @@ TYPES: dict[Mode, tuple[str, ...]] = {
     "train_preparation": ("train", "validation", "benchmark"),
     "example_validation": ("example",),
 }
-"""Which types of datasets a mode collates."""
+"""Types of datasets that a mode collates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +304,8 @@ def collate(
     """Collate all datasets of the mode's types.
 
     Raises:
-        ConfigError: a dataset's file is nowhere under the search roots.
-        DataError: a line is no task row, or metrics differ from those that were written before.
+        ConfigError: a dataset's file is under none of the search roots.
+        DataError: a line is not a task row, or metrics differ from those on disk.
     """
     written = []
     for kind in TYPES[mode]:
@@ -285,7 +335,7 @@ def collate(
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    """What `before` has and `after` has otherwise, by path. What is only in `after` is no difference."""
+    """Return the values of `before` that differ in `after`, by path. Further values of `after` are not differences."""
     if isinstance(before, dict) and isinstance(after, dict):
         found = [f"{path}.{name} is gone" for name in before.keys() - after.keys()]
         for name in before.keys() & after.keys():
@@ -363,9 +413,9 @@ class DatasetMetrics:
         default_factory=lambda: {name: Spread() for name in (TOOLS, WORDS, TURNS, TEMPERATURE)}
     )
     numbers: dict[str, Spread] = field(default_factory=dict)
-    """Of the verifier's fields that hold numbers, or lists with numbers."""
+    """The verifier's fields that hold numbers, or lists with numbers."""
     texts: dict[str, Counter[str]] = field(default_factory=dict)
-    """Of those that hold texts."""
+    """The verifier's fields that hold texts."""
 
     def observe(self, row: Row, times: int = 1) -> None:
         """Take a row into account, as often as it is repeated."""
@@ -390,7 +440,7 @@ class DatasetMetrics:
                         self.texts.setdefault(name, Counter())[value] += 1
 
     def shown(self) -> dict[str, Any]:
-        """As the file has it."""
+        """Return the form of the file."""
         fields = {name: spread.shown() for name, spread in self.numbers.items()}
         counts = {
             name: {"unique_count": len(found), "total_count": sum(found.values())} for name, found in self.texts.items()

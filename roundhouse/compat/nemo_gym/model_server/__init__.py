@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def build_app(config: ModelServerConfig, instance_name: str = "policy_model") -> ASGIApp:
     """The server of a configuration; see `app.build_app`."""
-    # Imported late: this package's checks and paths are used where no server runs.
+    # Imported late: this package's checks and paths are used without a server.
     from roundhouse.compat.nemo_gym.model_server import app
 
     return app.build_app(config, instance_name)

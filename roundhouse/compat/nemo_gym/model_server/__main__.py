@@ -1,7 +1,7 @@
 """The command that serves a model server alone: `python -m roundhouse.compat.nemo_gym.model_server --base-url URL`.
 
-Invariant: it either serves, or ends at once with one line that says what to change. Secrets come from the environment, so that
-no list of processes shows them.
+Invariant: it serves, or ends at once with one line that names the remedy. Secrets come from the environment, so process
+lists do not show them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def configuration(base_urls: Sequence[str], model: str, settings: Sequence[str]) -> ModelServerConfig:
-    """The configuration of the command line.
+    """Return the configuration of the command line.
 
     Args:
         settings: `field=value`, the value as JSON or as plain text.
 
     Raises:
-        ValueError: names the field and what is wrong with it.
+        ValueError: names the field and the fault.
     """
     tree: dict[str, Any] = {"base_url": list(base_urls), "model": model}
     secrets = {"api_key": API_KEY_VARIABLE, "capture_token": CAPTURE_TOKEN_VARIABLE}

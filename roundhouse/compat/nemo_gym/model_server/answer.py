@@ -1,19 +1,18 @@
-"""From an engine's reply to an answer in any dialect; pure functions.
+"""Convert an engine's reply to an answer in any dialect; pure functions.
 
-Invariant: the token IDs of an answer are those that the engine returned, never made up: if two places of a reply have them,
-they are equal, and a reply that has only a part is refused. An answer without tokens has generated nothing (the prompt did not
-fit) or was not asked for them.
+Invariant: the token IDs of an answer are the engine's, never invented: if two places of a reply have them, they are
+equal, and a reply with only a part is refused. An answer without tokens has generated nothing (the prompt did not fit)
+or was not asked for them.
 
-Token IDs are taken from the first of these that is there:
+Token IDs are taken from the first existing of these:
     1. the message: prompt_token_ids, generation_token_ids, generation_log_probs
     2. the reply's prompt_token_ids and the choice's token_ids, with the choice's log-probabilities
     3. the choice's log-probabilities, whose tokens read `token_id:<n>`; the prompt then comes from /tokenize
 
-Anthropic's Messages dialect, to a Responses body and back; pure functions.
-
-Invariant: a conversation says the same in both dialects: system text, user and assistant texts, thinking, tool calls with
-their results, images. Unknown top-level fields are ignored, since clients of this dialect send many; a block that has no form
-in the other dialect is refused. Token fields have no place in this dialect.
+Also Anthropic's Messages dialect, to a Responses body and back. Invariant: a conversation has the same content in both:
+system text, user and assistant texts, thinking, tool calls with their results, images. Unknown top-level fields are
+ignored, because clients of this dialect send many; a block without a form in the other dialect is refused. Token fields
+have no place in this dialect.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class AnswerTokens:
     log_probs: list[float]
     routed_experts: Any = None
     version_spans: list[dict[str, int]] | None = None
-    """Which version of the policy drew which tokens, where a refit came in between."""
+    """Policy versions of the tokens, if a refit came in between."""
 
     def fields(self) -> dict[str, Any]:
         """In the form of a message or an item."""
@@ -67,7 +66,7 @@ class ModelAnswer:
     policy_version: int | None = None
     created: float = field(default_factory=time.time)
     reply: Body = field(default_factory=dict)
-    """What else the engine's reply holds at its top level."""
+    """Other top-level fields of the engine's reply."""
 
 
 def empty_answer(model: str, finish_reason: str) -> ModelAnswer:
@@ -76,11 +75,11 @@ def empty_answer(model: str, finish_reason: str) -> ModelAnswer:
 
 
 def read_answer(reply: Any, config: ModelServerConfig, *, tokens: bool) -> ModelAnswer:
-    """The engine's chat completion as an answer.
+    """Convert the engine's chat completion to an answer.
 
     Raises:
-        BadReply: it is none, its token IDs are partial or contradict each other, or it separates reasoning although the
-            configuration says that it does not.
+        BadReply: it is not one, its token IDs are partial or contradictory, or it separates reasoning against the
+            configuration.
     """
     try:
         choice = reply["choices"][0]
@@ -235,10 +234,10 @@ _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def responses_body(body: Any) -> Body:
-    """The Responses body that asks the same.
+    """Return the equivalent Responses body.
 
     Raises:
-        InvalidRequest: something in it has no form there.
+        InvalidRequest: a part of it has no form there.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid(["messages"], "a list of messages is required")

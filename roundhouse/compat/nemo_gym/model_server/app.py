@@ -1,8 +1,8 @@
 """The model server: three dialects in front of one or more engines, as a bare ASGI application.
 
-Invariant: every answer, whatever its status, sends the session cookie again, and a session's calls go to one engine for as
-long as that engine lives; every call ends within the configured time, with an answer or a typed error; a stream replays a
-whole answer. Token arrays are read and written as JSON once, and never validated number by number.
+Invariant: every answer, of any status, sends the session cookie again, and a session's calls go to one engine as long
+as that lives. Every call ends within the configured time, with an answer or a typed error. A stream replays a whole
+answer. Token arrays are read and written as JSON once, and never validated number by number.
 
     POST /v1/responses          strict: unknown fields are refused
     POST /v1/chat/completions   unknown fields are ignored
@@ -16,8 +16,9 @@ A raw ASGI callable, no web framework: with an instant engine the framework woul
 
 Bodies, replies and errors of the model server as ASGI messages.
 
-Invariant: every error has a body that a client of its dialect can read, and a status that says whether a retry may help:
-422 and 400 will not, 502, 503 and 504 may.
+Invariant: every error has a body that a client of its dialect can read, and a status that shows whether a retry may
+help:
+502, 503 and 504 may, 422 and 400 may not.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def build_app(
 
 
 class Engines(Protocol):
-    """What answers: `EngineClient`, or a program's own policy."""
+    """A source of answers: `EngineClient`, or a program's policy."""
 
     async def complete(self, session: str, body: dict[str, Any]) -> tuple[Any, Any]:
         """A chat completion as JSON, and the engine that made it; errors as of `EngineClient.complete`."""
@@ -129,7 +130,10 @@ class ModelServer:
         model = {"id": config.model, "object": "model", "created": 0, "owned_by": "roundhouse"}
         self._gets: dict[str, Callable[[], tuple[int, Any]]] = {
             "/": lambda: (200, {"status": "ok"}),
+            "/livez": lambda: (200, {"status": "ok"}),
             "/health": self._health,
+            "/healthz": self._health,
+            "/readyz": self._health,
             "/v1/models": lambda: (200, {"object": "list", "data": [model]}),
         }
         self._dialects: dict[str, Callable[[Any, Ask], Coroutine[Any, Any, Content]]] = {
@@ -296,7 +300,8 @@ async def read_json(receive: Receive) -> Any:
 
 
 def error_reply(error: Exception) -> tuple[int, Any]:
-    """Status and JSON body of an error. A defect of ours is reported as NeMo Gym does: 500, the exception as a JSON string."""
+    """Return status and JSON body of an error. A defect of Roundhouse is reported as NeMo Gym does: 500, the
+    exception as a JSON string."""
     if isinstance(error, InvalidRequest):
         return 422, {"detail": error.problems}
     if isinstance(error, EngineUnreachable):

@@ -1,8 +1,8 @@
-"""Token IDs of the calls made under a rollout's id, kept in memory for its collector.
+"""Token IDs of the calls made under a rollout's ID, kept in memory for its collector.
 
-Invariant: what is kept is bounded in calls, bytes and age, and a record that lost a call says so for ever (`complete` is
-false): a rollout is trained on with all of its calls or not at all. Whole rollouts go, the longest untouched first. A call
-whose client says that it repeats another one, since no answer came, takes that one's place, so that no request counts twice.
+Invariant: calls, bytes and age are bounded, and a record that lost a call is marked for ever (`complete` is false): a
+rollout is trained on with all of its calls or not at all. Whole rollouts are dropped, the longest untouched first. A
+call that repeats another one, by its client's header, takes that one's place, so that no request counts twice.
 
     number = captures.begin("7-0")          an agent calls the model
     captures.record("7-0", number, answer)  it was answered
@@ -25,22 +25,22 @@ from roundhouse.compat.nemo_gym.model_server.answer import ModelAnswer
 from roundhouse.generation.protocol import TOKEN_FIELDS
 
 REMEMBERED_LOSSES = 100_000
-"""Rollout ids whose loss is remembered."""
+"""Number of rollout IDs whose loss is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAttempt:
-    """What a request says of its repetitions."""
+    """A request's data about its repetitions."""
 
     name: bytes
-    """The same for attempts that only their clients can tell apart."""
+    """Common name of attempts that only their clients can distinguish."""
     repeats: bytes
-    """The name of the attempt in whose place this one came; empty for a first one."""
+    """Name of the replaced attempt; empty for a first one."""
 
 
 def http_attempt(headers: Mapping[bytes, bytes], body: Any) -> HttpAttempt | None:
-    """What the headers say: `Idempotency-Key`, equal in all attempts at a request, or the number of the retry, as the SDKs of
-    OpenAI and Anthropic send it, of a request with this body. None: nothing, and each request counts."""
+    """Read the headers: `Idempotency-Key`, equal in all attempts at a request, or the number of the retry, as the SDKs
+    of OpenAI and Anthropic send it, of a request with this body. None: each request counts."""
     if key := headers.get(b"idempotency-key"):
         return HttpAttempt(key, key)
     retry = headers.get(b"x-stainless-retry-count", b"")
@@ -73,7 +73,7 @@ class CapturedCall:
         )
 
     def token_fields(self) -> dict[str, Any]:
-        """The three lists by their names; null for what is missing."""
+        """Return the three lists by their names; null for missing ones."""
         lists = zip(TOKEN_FIELDS, (self.prompt, self.generation, self.log_probs), strict=True)
         return {name: None if part is None else part.tolist() for name, part in lists}
 
@@ -98,9 +98,9 @@ class _CaptureRecord:
     ends: dict[bytes, CapturedCall] = field(default_factory=dict)
     """Calls by the digest of the conversation that their reply ends."""
     attempts: dict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Calls by what their clients say they are an attempt at; those in whose place another one came are not among them."""
+    """Calls by their clients' attempt names, without replaced ones."""
     superseded: set[int] = field(default_factory=set)
-    """Calls in flight whose answer nobody waits for."""
+    """Calls in flight whose caller has left."""
     next_number: int = 0
     size: int = 0
 
@@ -125,10 +125,10 @@ class Captures:
         self.bytes = 0
 
     def begin(self, rollout: str, attempt: HttpAttempt | None = None) -> int:
-        """A call begins; its number, in order of the beginnings.
+        """Start a call and return its number, in start order.
 
         Args:
-            attempt: what its client says of repetitions.
+            attempt: its client's data about repetitions.
         """
         self._expire()
         if attempt is not None:
@@ -141,7 +141,7 @@ class Captures:
         return number
 
     def _supersede(self, rollout: str, attempt: HttpAttempt) -> None:
-        """Take the call out that this attempt repeats: most often one that failed, and so left nothing."""
+        """Remove the call that this attempt repeats: usually a failed one without a record."""
         record = self._touched(rollout)
         earlier = record.attempts.get(attempt.repeats, [])
         answered = {call.number: call for call in record.calls}
@@ -161,7 +161,7 @@ class Captures:
             self.bytes -= call.size
 
     def record(self, rollout: str, number: int, answer: ModelAnswer, digest: bytes = b"") -> None:
-        """The call was answered. One that generated nothing, since its prompt did not fit, leaves no record.
+        """Record a call's answer. One that generated nothing, because its prompt did not fit, leaves no record.
 
         Args:
             digest: `reply_digest` of the conversation, for `recall`.
@@ -197,7 +197,7 @@ class Captures:
             self._lose(next(iter(self._records)))
 
     def recall(self, rollout: str, digest: bytes) -> dict[str, Any] | None:
-        """Token fields of the rollout's call whose reply ended this conversation."""
+        """Return token fields of the rollout's call whose reply ended this conversation."""
         record = self._records.get(rollout)
         call = record.ends.get(digest) if record else None
         return None if call is None else call.token_fields()
@@ -252,7 +252,7 @@ class Captures:
 
 
 def _array(code: Any, values: list[Any] | None) -> array[Any] | None:
-    """None for what is no list of numbers: the collector then learns that tokens are missing."""
+    """Return None for anything but a list of numbers: the collector then sees that tokens are missing."""
     try:
         return None if values is None else array(code, values)
     except (TypeError, OverflowError):

@@ -1,15 +1,13 @@
-"""From what a caller asks to what an engine is asked; pure functions.
+"""Convert a caller's request to an engine's request; pure functions.
 
-Invariant: `sampling_overrides` beat everything, then come the caller's own fields, then the extra fields of the request's
-metadata, then the configuration's. Recorded tokens travel once, on the newest message that has them: the engine needs no
-others to continue a prompt exactly, and so a call costs the same on every turn but for what is new.
+Invariant: `sampling_overrides` take precedence, then the caller's fields, then the extra fields of the request's
+metadata, then the configuration's. Recorded tokens travel once, on the newest message that has them: the engine needs
+no others to continue a prompt exactly, so a call's cost per turn is constant except for new parts.
 
-Recorded tokens put back into the history of an agent that does not echo them.
-
-Invariant: tokens are put back only on an assistant message that ends, word for word, the conversation of a recorded call with
-its reply, under the same tools and template arguments. The engine then continues exactly what it saw and drew, as it would for
-an agent that echoes its items; wherever the agent edited its history (compaction, stripped reasoning), nothing is put back and
-the prompt is a new root.
+Recorded tokens are restored in the history of an agent that does not echo them. Invariant: tokens are added only to an
+assistant message that ends, word for word, the conversation of a recorded call with its reply, under the same tools and
+template arguments. The engine then continues its recorded tokens exactly. If the agent edited its history (compaction,
+stripped reasoning), nothing is added and the prompt is a new root.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _TOKENIZE_FIELDS = (
 
 
 def chat_from_responses(body: Body) -> Body:
-    """A chat-completion body of a checked Responses body.
+    """Return the chat-completion body of a checked Responses body.
 
     Raises:
         InvalidRequest: an item, a content part or a tool has no form in chat, or is malformed.
@@ -89,14 +87,14 @@ def chat_from_responses(body: Body) -> Body:
 
 
 def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:
-    """What the engine is asked.
+    """Return the engine's request.
 
     Args:
         chat: a chat-completion body; not changed.
-        tokens: whether token IDs and log-probabilities are wanted.
+        tokens: whether token IDs and log-probabilities are requested.
 
     Raises:
-        InvalidRequest: the metadata is not what it should be, or several choices are asked for.
+        InvalidRequest: the metadata is malformed, or several choices are requested.
     """
     metadata = chat.get("metadata") or {}
     messages = chat["messages"]
@@ -135,12 +133,12 @@ def engine_body(chat: Body, config: ModelServerConfig, *, tokens: bool) -> Body:
 
 
 def tokenize_body(body: Body) -> Body:
-    """Of an engine's body, what decides its prompt."""
+    """Return the part of an engine's body that determines its prompt."""
     return {key: body[key] for key in _TOKENIZE_FIELDS if key in body}
 
 
 def ends_in_reasoning_only(body: Body) -> bool:
-    """Whether the conversation's last message is an assistant's without text and tool calls."""
+    """Return whether the conversation's last message is an assistant's without text and tool calls."""
     last = body["messages"][-1] if body["messages"] else {}
     return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")
 
@@ -157,7 +155,7 @@ def _from_metadata(metadata: Any, key: str) -> dict[str, Any]:
 
 
 def _without_thinking(message: Message, *, keep: bool) -> Message:
-    """The message without think blocks; the first one in fields of its own where they are kept."""
+    """Return the message without think blocks; the first one goes into separate fields if they are kept."""
     content = message["content"]
     thoughts: list[str] = []
     if isinstance(content, str):
@@ -205,8 +203,8 @@ Recall = Callable[[bytes], dict[str, Any] | None]
 
 
 def with_recorded_tokens(chat: Body, recall: Recall) -> Body:
-    """The chat body with token fields on the newest assistant message that `recall` knows; as it is where a message carries
-    them already."""
+    """Return the chat body with token fields on the newest assistant message that `recall` knows; unchanged if a
+    message carries them already."""
     messages = chat["messages"]
     if any(message.get(TOKEN_FIELDS[0]) is not None for message in messages):
         return chat
@@ -228,7 +226,7 @@ def _digests(chat: Body) -> list[tuple[int, bytes]]:
     running = hashlib.blake2b(orjson.dumps(begin), digest_size=16)
     digests = []
     for place, message in enumerate(chat["messages"]):
-        # What a message says, the same in every dialect
+        # A message's content, the same in every dialect
         content = message.get("content") or ""
         if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
             content = content[0].get("text")

@@ -1,14 +1,15 @@
 """Calls to the engines over HTTP, with failover.
 
-Invariant: a call ends within `request_timeout_seconds`, with the engine's reply or a typed error. An engine's generation
-changes nothing outside of it, so a call that got no answer (a broken connection, 429, 502, 503, 504, 520) may go to another
-engine; a refusal (4xx) and a failure (500) are answers and go to the caller. No error text holds a secret.
+Invariant: a call ends within `request_timeout_seconds`, with the engine's reply or a typed error. An engine's
+generation changes nothing outside the engine, so a call without an answer (a broken connection, 429, 502, 503, 504,
+520) may go to another engine; a refusal (4xx) and a failure (500) are answers and go to the caller. No error text holds
+a secret.
 
-Which engine a session's next call goes to: a pure state machine, without clock, network or tasks.
+The choice of the engine for a session's next call: a pure state machine, without clock, network or tasks.
 
-Invariant: a session stays with its engine for as long as that engine is in, since that is where its prefix is cached; an engine
-that failed is out for a time that doubles with each failure up to a limit, and its sessions move on with their next call; an
-engine that answers is in, with nothing held against it.
+Invariant: a session stays with its engine while that is in, because its prefix is cached there. A failed engine is out
+for a time that doubles with each failure up to a limit, and its sessions move at their next call. An engine that
+answers is in, and its failures are forgotten.
 
               unreachable, 429, 502, 503, 504, 520 (at once)
               500, broken connection, time-out (the third in a row)
@@ -16,8 +17,8 @@ engine that answers is in, with nothing held against it.
          ^                                                                 │
          └──────── the time is over, or (but for doubts) it passes a health check
 
-New sessions go to the engine with the fewest calls in flight, among equals to the one with the fewest sessions so far. An
-engine may be several replicas behind a proxy: each call names its session, by which Ray Serve chooses the replica.
+New sessions go to the engine with the fewest calls in flight; among equals to the one with the fewest sessions so far.
+An engine may be several replicas behind a proxy: each call names its session, by which Ray Serve chooses the replica.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from roundhouse.generation.protocol import (
     EngineUnreachable,
     session_header,
 )
+from roundhouse.http.clients import client_session
+from roundhouse.http.replies import read_reply
 from roundhouse.retry import Backoff
 
 KEEP_ALIVE_SECONDS = 3.0
@@ -70,7 +73,9 @@ class _QueuedCall:
 class EngineClient:
     """The engines of a configuration. Close it in the event loop that used it."""
 
-    def __init__(self, config: ModelServerConfig) -> None:
+    def __init__(self, config: ModelServerConfig, limit: int = 0) -> None:
+        """`limit` bounds the connections to each engine; 0: one for each call."""
+        self._limit = limit
         self.choice = EngineChoice(config.base_url, config.max_sessions)
         self._config = config
         self._secrets = [config.api_key.get_secret_value(), *config.default_headers.values()]
@@ -130,7 +135,7 @@ class EngineClient:
         return tokens
 
     def health(self) -> list[dict[str, Any]]:
-        """What is known of each engine, for GET /health."""
+        """Return the state of each engine, for GET /health."""
         now = time.monotonic()
         return [
             {
@@ -148,8 +153,10 @@ class EngineClient:
     def open(self) -> aiohttp.ClientSession:
         """The HTTP session; the first call on an event loop opens it and begins the health checks."""
         if self._http is None:
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            self._http = client_session(
+                connector=aiohttp.TCPConnector(
+                    limit=0, limit_per_host=self._limit, keepalive_timeout=KEEP_ALIVE_SECONDS
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_seconds),
             )
@@ -171,8 +178,9 @@ class EngineClient:
         assert task is not None
         self._waiting[engine].add(waiting := _QueuedCall(task))
         try:
-            async with self.open().post(base + path, data=data, headers={**self._headers, **session}) as reply:
-                status, answer = reply.status, await reply.read()
+            headers = {**self._headers, **session}
+            async with self.open().post(base + path, data=data, headers=headers, allow_redirects=False) as reply:
+                status, answer = reply.status, await read_reply(reply)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise self._failed(engine, f"cannot be reached ({type(error).__name__})") from error
         except aiohttp.ClientError as error:
@@ -286,10 +294,10 @@ class EngineChoice:
         self._session: OrderedDict[str, EngineState] = OrderedDict()
 
     def choose(self, session: str, now: float, tried: Collection[EngineState] = ()) -> EngineState | None:
-        """The session's engine, or another one if that is out; None while all are out.
+        """Return the session's engine, or another one if that is out; None while all are out.
 
         Args:
-            tried: engines that have just failed this request; they are chosen only where no other is in.
+            tried: engines that have just failed this request; chosen only if no other is in.
         """
         held = self._session.get(session)
         if held is not None and held.is_in(now) and held not in tried:
@@ -313,7 +321,7 @@ class EngineChoice:
 
     @staticmethod
     def answered(engine: EngineState) -> None:
-        """It answered a call: nothing is held against it."""
+        """Record that an engine answered a call, and forget its failures."""
         engine.failures = engine.doubts = 0
         engine.out_until, engine.last_error, engine.distrusted = 0.0, "", False
 

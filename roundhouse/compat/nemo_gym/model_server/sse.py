@@ -1,13 +1,12 @@
-"""Whole answers replayed as server-sent events, in the order and shape in which each dialect's clients read them.
+"""Replay whole answers as server-sent events, in the order and form of each dialect.
 
-Invariant: the events of a stream add up to the answer that the same request gets without `stream`. Nothing is streamed while
-the engine works: the answer is computed first, so retries and errors are the same with and without a stream.
+Invariant: the events of a stream add up to the answer of the same request without `stream`. The answer is computed
+first, so retries and errors are the same with and without a stream.
 
-What streaming clients of `/v1/responses` send beyond the strict dialect, brought into it; pure functions.
-
-Invariant: the result passes the strict check wherever the conversation itself can be shown. Such clients (coding agents on
-the command line) send bookkeeping fields, hosted tools, tools grouped in namespaces, and items of their own; those that a
-chat engine cannot be shown are left out, since refusing them would end the rollout.
+Also convert requests of streaming clients of `/v1/responses` to the strict dialect. Invariant: the result passes the
+strict check if the conversation can be shown. Such clients (coding agents on the command line) send bookkeeping fields,
+hosted tools, tools grouped in namespaces, and other items; those that a chat engine cannot show are omitted, because
+refusing them would end the rollout.
 
     tools: [{"type": "namespace", "name": "fs", "tools": [{"name": "read"}]}]
         ->  a function tool fs__read, whose calls go back as {"namespace": "fs", "name": "read"}
@@ -27,8 +26,8 @@ Event = dict[str, Any]
 
 
 def responses_events(response: Event) -> bytes:
-    """`response.created`, for each item added · text · done, then `response.completed` (also of an incomplete response,
-    which its status tells)."""
+    """Yield `response.created`, for each item added · text · done, then `response.completed` (also for an incomplete
+    response, as its status shows)."""
     events: list[Event] = [
         {"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}
     ]
@@ -53,7 +52,7 @@ def responses_events(response: Event) -> bytes:
 
 
 def responses_failure(text: str, code: str = "server_error") -> bytes:
-    """A stream whose end says that there is no answer: `response.failed`."""
+    """Yield a stream that ends without an answer: `response.failed`."""
     response: Event = {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -127,10 +126,10 @@ Namespaces = dict[str, tuple[str, str]]
 
 
 def strict_body(body: Any) -> tuple[Body, Namespaces]:
-    """The body in the strict dialect, and the namespaces to put back with `with_namespaces`.
+    """Return the body in the strict dialect, and the namespaces to restore with `with_namespaces`.
 
     Raises:
-        InvalidRequest: it is no object.
+        InvalidRequest: it is not an object.
     """
     if not isinstance(body, dict):
         raise invalid([], "an object is required", body)

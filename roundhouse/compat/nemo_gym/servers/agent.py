@@ -1,29 +1,30 @@
-"""The agent server: our agent loop under NeMo Gym's routes, against a resources server and a model server reached by URL.
+"""The agent server: our agent loop under NeMo Gym's routes, against a resources server and a model server at URLs.
 
-Invariants: /run answers 200 for every row, whatever happens to it (`run_answers`); a session that was begun is given back;
-every answer sends the session cookie again; every call that this server makes has a time limit.
+Invariants: /run answers 200 for every row, whatever happens to it (`run_answers`). A session that has begun is closed.
+Every answer sends the session cookie again. Every call of this server has a time limit.
 
-    GET  /                                       {"status":"ok"}
-    POST /run                    task row     -> what /verify answered, its response with token fields
+    GET  /, /health, /healthz, /livez, /readyz   {"status":"ok"}
+    POST /run                    task row     -> the answer of /verify, its response with token fields
     POST /v1/responses           parameters   -> Responses object with the new items of all turns; tools are called in the
                                                  session whose cookies the request carries, and these cookies come back
-    POST /aggregate_metrics      {"verify_responses": […]} -> what the resources server makes of them
+    POST /aggregate_metrics      {"verify_responses": […]} -> the resources server's statistics of them
 
-What an agent server answers to /run; pure functions.
+The answers of an agent server to /run; pure functions.
 
-Invariant: a rollout that was judged is answered with the verifier's own words; one that failed is answered with the marks by
-which collectors file it (`_ng_failure_class`), and a row cannot bring such marks, or a reward, along. Either has every field of
-parameters, response and items that NeMo Gym's rows have; what is unset is null.
+Invariant: the answer for a judged rollout has the verifier's fields unchanged. The answer for a failed one has the
+marks by which collectors file it (`_ng_failure_class`), and a row cannot bring such marks or a reward along. Both have
+every field of parameters, response and items that NeMo Gym's rows have; an unset field is null.
 
     {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
 
-`_ng_failure_terminal: true` is added if a retry cannot help. The reward of 0.0 is a field that the wire
-wants; no collector counts it: such rows go to its failures file.
+`_ng_failure_terminal: true` is added if a retry cannot help. The wire format requires the reward of 0.0; no collector
+counts it:
+such rows go to its failures file.
 
 An environment whose verifier is not asked (`skip_verification`).
 
-Invariant: tools and sessions are the environment's own; the reward is the configured one, and the answer says
-`verification_skipped`, so that it is not taken for a verdict.
+Invariant: tools and sessions are the environment's. The reward is the configured one, and the answer has
+`verification_skipped`, so that nobody takes it for a verdict.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import (
     KEY,
+    add_liveness,
     answer,
     guarded,
     json_answer,
@@ -53,6 +55,7 @@ from roundhouse.compat.nemo_gym.servers.endpoints import (
 )
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.config.models import RolloutConfig, Sampling
+from roundhouse.config.rollout import LARGEST_REWARD
 from roundhouse.environments.base import Split, TaskRow, ToolResult, Verdict
 from roundhouse.errors import DataError, InfraError
 from roundhouse.rollout.agents import RolloutAttempt, ToolEpisode, ToolLoop, play_rollout
@@ -86,6 +89,7 @@ def build_app(
     *,
     names_calls: bool = False,
     captures: bool = False,
+    limit: int = 0,
 ) -> FastAPI:
     """The agent server.
 
@@ -93,8 +97,9 @@ def build_app(
         name: the instance's name; part of the cookie's name.
         names_calls: model calls go out under `ng-rollout/<id>`.
         captures: they ask to be recorded under it, with their tokens.
+        limit: connections to each of the two servers; 0: one for each call.
     """
-    server = _AgentServer(config, name, resources_url, model_url, names_calls or captures, captures)
+    server = _AgentServer(config, name, resources_url, model_url, names_calls or captures, captures, limit)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -102,10 +107,10 @@ def build_app(
         await server.close()
 
     app = FastAPI(title=name, lifespan=lifespan)
-    app.get("/")(server.alive)
-    limit = config.timeout_seconds + MARGIN_SECONDS
-    app.post("/run")(guarded(server.run, limit))
-    app.post("/v1/responses")(guarded(server.responses, limit))
+    add_liveness(app)
+    seconds = config.timeout_seconds + MARGIN_SECONDS
+    app.post("/run")(guarded(server.run, seconds))
+    app.post("/v1/responses")(guarded(server.responses, seconds))
     app.post("/aggregate_metrics")(guarded(server.aggregate, AGGREGATE_SECONDS))
     with_sessions(app, CLASS_NAME, name)
     return app
@@ -122,15 +127,17 @@ class _AgentServer:
         model_url: str,
         names_calls: bool,
         captures: bool,
+        limit: int,
     ) -> None:
         self._config = config
-        self._model = ModelServerClient(model_url, config.model_route, config.model_timeout_seconds)
+        self._model = ModelServerClient(model_url, config.model_route, config.model_timeout_seconds, limit)
         client = RemoteEpisodeClient if config.protocol == "gymnasium" else RemoteEnvironmentClient
         self._environment = client(
             resources_url,
             name=config.resources_server.name,
             request_seconds=config.timeout_seconds,
             close_route=config.close_route,
+            limit=limit,
         )
         self._cookie = f"{CLASS_NAME}___{name}"
         self._names_calls = names_calls
@@ -142,11 +149,9 @@ class _AgentServer:
             timeout_seconds=config.timeout_seconds,
             tool_timeout_seconds=config.tool_timeout_seconds,
             parallel_tool_calls=config.parallel_tool_calls,
+            reward_limit=LARGEST_REWARD,
         )
         self._sampling = Sampling(max_new_tokens=UNLIMITED_TOKENS)
-
-    async def alive(self) -> dict[str, str]:
-        return {"status": "ok"}
 
     async def run(self, request: Request) -> Response:
         row = without_results(await object_body(request))
@@ -213,7 +218,7 @@ class _AgentServer:
     async def aggregate(self, request: Request) -> Response:
         body = await object_body(request, "verify_responses")
         if self._config.skip_verification:
-            return json_answer({"group_level_metrics": [], "agent_metrics": {}, "key_metrics": {}})
+            return json_answer(aggregate_metrics(()))
         try:
             status, text = await self._environment.connection.post("aggregate_metrics", body, seconds=AGGREGATE_SECONDS)
         except InfraError:
@@ -229,7 +234,7 @@ class _AgentServer:
 
 def _spec(row: dict[str, Any]) -> RolloutSpec:
     """The seed names items only: model servers draw for themselves."""
-    group = str(row.get("_ng_task_index", row.get("task_id", "row")))
+    group = next((str(row[name]) for name in ("_ng_task_index", "task_id") if row.get(name) is not None), "row")
     sample = row.get("_ng_rollout_index")
     return RolloutSpec(group, sample if isinstance(sample, int) else 0, row, random.getrandbits(32))
 

@@ -1,22 +1,27 @@
-"""How the process of each server is started, and the virtual environments of foreign ones.
+"""Commands that start the servers, and virtual environments of foreign servers.
 
-Invariant: secrets reach a server through its environment alone, never through its command line, which every user of the machine
-can read. A foreign server is started as NeMo Gym does it: in its own directory, with the Python of its virtual environment.
+Invariant: secrets reach a server only through its environment, never through its command line, which every user of the
+machine can read. A foreign server is started as NeMo Gym does it: in its directory, with the Python of its virtual
+environment.
 
     <root>/resources_servers/weather/           app.py, requirements.txt or pyproject.toml, .venv/
     [<.venv>/bin/python, app.py]                NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH, NEMO_GYM_EXTRA_ROOTS, PYTHONPATH
 
-Virtual environments are made with uv: a step that fails ends the installation with its output; an environment that was left
-half-made is completed and not used, since a file next to it says so until every step succeeded.
+Virtual environments are made with uv. A failed step ends the installation with its output. A half-made environment is
+completed and not used, because a file next to it marks it until every step has succeeded.
 
     uv venv --allow-existing --python <version> <venv>
     uv pip install --python <venv>/bin/python [--override overrides.txt] -r requirements.txt | -e .   <head_server_deps>
+
+The version is `python_version` of the configuration, or the range that NeMo Gym itself requires. The servers of an
+installed NeMo Gym (not a checkout) install the package of the same version in place of the directory above them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Mapping
@@ -25,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.compat.nemo_gym.config.instances import Instance
+from roundhouse.compat.nemo_gym.config.package import gym_package
 from roundhouse.compat.nemo_gym.config.resolve import Resolution
 from roundhouse.compat.nemo_gym.config.sources import EXTRA_ROOTS, SearchRoots
 from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_PATH
@@ -50,7 +56,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """How foreign servers are run."""
+    """Options for running foreign servers."""
 
     python: Path | None = None
     """One interpreter for all of them, instead of a virtual environment each."""
@@ -61,7 +67,7 @@ class Foreign:
 def commands(
     resolution: Resolution, roots: SearchRoots, foreign: Foreign, environ: Mapping[str, str] = os.environ
 ) -> tuple[list[Command], list[str]]:
-    """A command for every server that is ours to start, and what prevents the others."""
+    """Return a command for every server that we start, and the obstacles of the others."""
     found: list[Command] = []
     problems: list[str] = []
     shared = {
@@ -71,7 +77,7 @@ def commands(
     for instance in resolution.instances:
         environment = {**shared, CONFIG_PATH: instance.name}
         if instance.kind == "own":
-            arguments = (sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.own_server")
+            arguments = (sys.executable, "-P", "-m", "roundhouse.compat.nemo_gym.servers.own_server")
             found.append(Command(instance, arguments, Path.cwd(), environment))
         elif instance.kind == "foreign":
             command = _foreign(instance, resolution, roots, foreign, environment)
@@ -103,20 +109,25 @@ def _foreign(
             f"{instance.name}: there is no {python}. Make the virtual environments with --install (needs uv), or run all "
             "foreign servers with one interpreter: --python."
         )
-    paths = [str(directory), str(directory.parent.parent), environment.get("PYTHONPATH", "")]
+    root = directory.parent.parent
+    package = gym_package(root)
+    # The packages next to an installed NeMo Gym belong to another interpreter, unless that one runs the server
+    shared = [] if package and not package.is_checkout and foreign.python is None else [str(root)]
+    paths = [str(directory), *shared, environment.get("PYTHONPATH", "")]
     told = {
         **environment,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VIRTUAL_ENV": str(python.parent.parent),
         "PATH": os.pathsep.join([str(python.parent), environment.get("PATH", "")]),
         "UV_CACHE_DIR": str(resolution.tree["uv_cache_dir"]),
+        **({"UV_LOCK_TIMEOUT": str(seconds)} if (seconds := resolution.tree.get("uv_lock_timeout_seconds")) else {}),
         "PYTHONUNBUFFERED": "1",
     }
     return Command(instance, (str(python), entrypoint), directory, told, None if foreign.python else venv)
 
 
 def venv_of(directory: Path, venv_root: object) -> Path:
-    """Where a foreign server's virtual environment is: next to it, or under `uv_venv_dir`."""
+    """Return the directory of a foreign server's virtual environment: next to it, or under `uv_venv_dir`."""
     if isinstance(venv_root, str) and venv_root and Path(venv_root).resolve() != directory.parent.parent.resolve():
         return Path(venv_root).resolve() / directory.parent.name / directory.name / ".venv"
     return directory / ".venv"
@@ -125,8 +136,16 @@ def venv_of(directory: Path, venv_root: object) -> Path:
 INSTALL_SECONDS = 1800.0
 
 
-def install_steps(directory: Path, venv: Path, settings: Mapping[str, Any]) -> list[list[str]]:
-    """The commands that make an environment.
+@dataclass(frozen=True, slots=True)
+class InstallStep:
+    """One command, and the text that it reads."""
+
+    arguments: list[str]
+    requirements: str = ""
+
+
+def install_steps(directory: Path, venv: Path, settings: Mapping[str, Any]) -> list[InstallStep]:
+    """Return the commands that make an environment.
 
     Raises:
         ConfigError: the directory has both project files.
@@ -134,21 +153,28 @@ def install_steps(directory: Path, venv: Path, settings: Mapping[str, Any]) -> l
     requirements, project = (directory / "requirements.txt").exists(), (directory / "pyproject.toml").exists()
     if requirements and project:
         raise ConfigError(f"{directory} has both requirements.txt and pyproject.toml; keep one of them.")
-    target = ["-r", "requirements.txt"] if requirements else ["-e", "."]
-    if requirements and (directory / "overrides.txt").exists():
-        target = ["--override", "overrides.txt", *target]
+    package = gym_package(directory.parent.parent)
+    version = settings.get("python_version") or (package and package.requires_python) or platform.python_version()
     verbose = ["-v"] if settings.get("pip_install_verbose") else []
+    pip = ["uv", "pip", "install", *verbose, "--python", str(venv / "bin" / "python")]
     pinned = [str(one) for one in settings.get("head_server_deps") or []]
-    return [
-        ["uv", "venv", "--seed", "--allow-existing", "--python", str(settings["python_version"]), str(venv)],
-        ["uv", "pip", "install", *verbose, "--python", str(venv / "bin" / "python"), *target, *pinned],
-    ]
+    override = ["--override", "overrides.txt"] if requirements and (directory / "overrides.txt").exists() else []
+    steps = [InstallStep(["uv", "venv", "--seed", "--allow-existing", "--python", str(version), str(venv)])]
+    if package is None or package.is_checkout:
+        target = ["-r", "requirements.txt"] if requirements else ["-e", "."]
+        return [*steps, InstallStep([*pip, *override, *target, *pinned])]
+    release = f"nemo-gym=={package.version}"
+    if not requirements:
+        return [*steps, InstallStep([*pip, release]), InstallStep([*pip, "--no-sources", "-e", ".", *pinned])]
+    lines = (directory / "requirements.txt").read_text().splitlines()
+    text = "\n".join([release, *(line for line in lines if "../.." not in line)])
+    return [*steps, InstallStep([*pip, *override, "-r", "-", *pinned], text)]
 
 
 async def install(
     directory: Path, venv: Path, settings: Mapping[str, Any], environment: Mapping[str, str], log: Path
 ) -> bool:
-    """Make the environment; False where `skip_venv_if_present` is true and it was there.
+    """Make the environment. Return False if `skip_venv_if_present` is true and it exists.
 
     Raises:
         InfraError: uv is missing, or a step failed: with the end of its output.
@@ -157,37 +183,39 @@ async def install(
     present = (venv / "bin" / "python").exists() and (venv / "bin" / "activate").exists()
     if settings.get("skip_venv_if_present") and present and not unfinished.exists():
         return False
-    if shutil.which("uv", path=environment.get("PATH")) is None:
+    if (uv := shutil.which("uv", path=environment.get("PATH"))) is None:
         raise InfraError("Virtual environments are made with uv, which is not on PATH. Install it (pip install uv).")
     venv.parent.mkdir(parents=True, exist_ok=True)
     unfinished.touch()
     with log.open("ab") as output:
         for step in install_steps(directory, venv, settings):
-            output.write(f"$ {' '.join(step)}\n".encode())
+            output.write(f"$ {' '.join(step.arguments)}\n{step.requirements}".encode())
             output.flush()
-            await _run(step, directory, environment, output, log)
+            await _run(step, uv, directory, environment, output, log)
     unfinished.unlink()
     return True
 
 
-async def _run(step: list[str], directory: Path, environment: Mapping[str, str], output: Any, log: Path) -> None:
+async def _run(
+    step: InstallStep, uv: str, directory: Path, environment: Mapping[str, str], output: Any, log: Path
+) -> None:
+    command = " ".join(step.arguments)
     process = await asyncio.create_subprocess_exec(
-        *step,
+        uv,
+        *step.arguments[1:],
         cwd=directory,
         env=dict(environment),
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=output,
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        code = await asyncio.wait_for(process.wait(), INSTALL_SECONDS)
+        await asyncio.wait_for(process.communicate(step.requirements.encode()), INSTALL_SECONDS)
     except TimeoutError as error:
-        raise InfraError(
-            f"{' '.join(step)} did not end within {INSTALL_SECONDS:g} s; its output is in {log}."
-        ) from error
+        raise InfraError(f"{command} did not end within {INSTALL_SECONDS:g} s; its output is in {log}.") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if code != 0:
-        raise InfraError(f"{' '.join(step)} in {directory} ended with {code}:\n{end_of_log(log, 15)}")
+    if process.returncode != 0:
+        raise InfraError(f"{command} in {directory} ended with {process.returncode}:\n{end_of_log(log, 15)}")

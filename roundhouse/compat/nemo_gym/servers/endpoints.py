@@ -1,7 +1,8 @@
 """What the routes of all our environment servers share: bodies in, answers out, and exceptions as answers.
 
-Invariant: a handler that raises answers 500 with the exception as a JSON string, and 503 with `X-Roundhouse-Failure: infra`
-where it is an `InfraError`; the time of a request is bounded, since nothing else ends a tool that hangs after its caller left.
+Invariant: a handler that raises answers 500 with the exception as a JSON string and `X-Roundhouse-Failure: data`, and 503 with
+`X-Roundhouse-Failure: infra` for an `InfraError`; the time of a request is bounded, since nothing else ends a tool that hangs
+after its caller left.
 
 The rollout that a call belongs to, read off its path.
 
@@ -92,7 +93,9 @@ def guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
             return Response(result.text, 503, {FAILURE_HEADER: "infra"}, "application/json")
         except Exception as error:  # ends the request: the contract answers with the exception's text
             log.exception("%s raised", request.url.path)
-            return answer(raised(error))
+            reply = answer(raised(error))
+            reply.headers[FAILURE_HEADER] = "data"  # as the same error in process: the row fails in the same way again
+            return reply
 
     return answered
 
@@ -135,6 +138,20 @@ async def object_body(request: Request, *required: str) -> dict[str, Any]:
         details = [{"type": "missing", "loc": [name], "msg": "Field required", "input": body} for name in missing]
         raise BadBody(bad_request(details))
     return body
+
+
+LIVENESS = ("/", "/health", "/healthz", "/livez", "/readyz")
+"""Paths that probes ask; NeMo Gym's servers have them from 0.7."""
+
+
+def add_liveness(app: FastAPI) -> None:
+    """Answer 200 on the paths that probes ask."""
+
+    async def alive() -> dict[str, str]:
+        return {"status": "ok"}
+
+    for path in LIVENESS:
+        app.get(path, include_in_schema=False)(alive)
 
 
 def answer(result: ToolResult) -> Response:

@@ -1,20 +1,21 @@
-"""The head server: it reports which servers there are and where.
+"""The head server: it reports the servers and their addresses.
 
-Invariant: secrets leave it only for a caller that presents the configured bearer token; without a configured token they never
-leave it. What it reports is what runs: the watcher of the servers reports a server's end to it.
+Invariant: it sends secrets only to a caller with the configured bearer token, and to nobody if no token is configured.
+Its report shows the running servers: their watcher reports each server's end to it.
 
-    GET /                          {"status":"ok"}
+    GET /, /livez                  {"status":"ok"}
+    GET /health, /healthz, /readyz the same; status 503 while servers are starting
     GET /global_config_dict_yaml   a JSON string that holds YAML
     GET /server_instances          a list of servers
 
-NeMo Gym's clients need nothing of it but hosts, ports and switches, which are not masked.
+NeMo Gym's clients need only hosts, ports and switches, which are not masked.
 
-`server_statuses` asks which servers there are and whether each answers: the answer comes from the servers themselves, asked at
-this moment; what the head server last saw is not repeated. Any HTTP answer counts, whatever its status: foreign servers need
-not have a route at `/`.
+`server_statuses` returns the servers, and whether each answers. It asks the servers themselves, at this moment, and
+does not repeat the head server's last view. Any HTTP answer counts, because foreign servers need not have a route at
+`/`, except 502, 503 and 504: the server, or a proxy before it, reports that it cannot serve yet.
 
-`python -m roundhouse.compat.nemo_gym.servers.head` serves the configuration of `NEMO_GYM_CONFIG_DICT`, whose servers run
-elsewhere: a pod of a run's own servers.
+`python -m roundhouse.compat.nemo_gym.servers.head` serves the configuration of `NEMO_GYM_CONFIG_DICT`, whose servers
+run elsewhere: a pod of a run's own servers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from roundhouse.compat.nemo_gym.servers.endpoints import json_answer, serve
 from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
 from roundhouse.errors import InfraError
 from roundhouse.http.asgi import presents
+from roundhouse.http.clients import client_session
 
 ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
 
@@ -65,19 +67,30 @@ class RunningServer:
 
 
 def build_app(
-    resolution: Resolution, servers: Callable[[], Sequence[RunningServer]], token: str | None = None
+    resolution: Resolution,
+    servers: Callable[[], Sequence[RunningServer]],
+    token: str | None = None,
+    ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
-    """The head server of a configuration.
+    """Return the head server of a configuration.
 
     Args:
-        servers: what runs at the moment of the question.
+        servers: returns the servers that run at the moment.
         token: bearer token for the configuration with its secrets.
+        ready: returns True once all servers have answered.
     """
     app = FastAPI(title="head")
 
+    @app.get("/livez")
     @app.get("/")
     async def alive() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/readyz")
+    @app.get("/healthz")
+    @app.get("/health")
+    async def readiness() -> Response:
+        return json_answer({"status": "ok"}) if ready() else Response('{"status":"starting"}', 503)
 
     @app.get("/global_config_dict_yaml")
     async def configuration(request: Request) -> Response:
@@ -96,17 +109,17 @@ SERVER_SECONDS = 2.0
 
 
 def server_statuses(head_url: str) -> list[dict[str, Any]]:
-    """The entries of /server_instances with a fresh `status`.
+    """Return the entries of /server_instances with a fresh `status`.
 
     Raises:
-        ConfigError: `head_url` is none.
+        ConfigError: `head_url` is invalid.
         InfraError: no head server answers there.
     """
     return asyncio.run(ask_statuses(head_url))
 
 
 async def ask_statuses(head_url: str) -> list[dict[str, Any]]:
-    """As `server_statuses`, from within an event loop."""
+    """Do the same as `server_statuses` within an event loop."""
     head = Connection(head_url, HEAD_SECONDS, key="--head")
     try:
         status, text = await head.get("server_instances")
@@ -123,13 +136,14 @@ async def ask_statuses(head_url: str) -> list[dict[str, Any]]:
 
 
 PROBE_SECONDS = 5.0
+NOT_READY = frozenset({502, 503, 504})
 
 
 async def check(url: str, http: aiohttp.ClientSession, seconds: float = PROBE_SECONDS) -> ServerStatus:
     """One question."""
     try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(total=seconds), allow_redirects=False):
-            return "success"
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=seconds), allow_redirects=False) as reply:
+            return "unknown_error" if reply.status in NOT_READY else "success"
     except TimeoutError:
         return "timeout"
     except aiohttp.ClientConnectionError:
@@ -140,7 +154,7 @@ async def check(url: str, http: aiohttp.ClientSession, seconds: float = PROBE_SE
 
 async def check_all(urls: Iterable[str], seconds: float = PROBE_SECONDS) -> list[ServerStatus]:
     """All at once, in order."""
-    async with aiohttp.ClientSession() as http:
+    async with client_session() as http:
         return list(await asyncio.gather(*(check(url, http, seconds) for url in urls)))
 
 
@@ -148,12 +162,12 @@ def main() -> None:
     """Serve on all addresses, at the configured port, until interrupted."""
     tree: Any = OmegaConf.to_container(OmegaConf.create(os.environ[CONFIG_DICT]))
     resolution = Resolution(tree)
-    resolution.instances, _ = find_instances(filled(resolution.config()).value)
+    resolution.take(find_instances(filled(resolution.config()).value)[0])
     started = time.time()
 
     def servers() -> list[RunningServer]:
         found = []
-        for instance in resolution.instances:
+        for instance in (*resolution.instances, *resolution.relays):
             host, port = resolution.address(instance)
             found.append(
                 RunningServer(

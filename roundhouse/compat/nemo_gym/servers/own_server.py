@@ -1,22 +1,22 @@
 """The process of one of our servers: `python -m roundhouse.compat.nemo_gym.servers.own_server`.
 
-It is described by two environment variables.
+Two environment variables describe it.
 
-Invariant: it either serves, or ends at once with one line that says what to change. On SIGTERM it stops taking requests, gives
-those in flight one second, and ends.
+Invariant: it either serves, or ends at once with one line that names the necessary change. On SIGTERM it takes no more
+requests, gives the running ones one second, and ends.
 
 A directory of NeMo Gym's with an `app.py` of these two lines starts it as well:
 
     from roundhouse.compat.nemo_gym.servers.own_server import main
     main()
 
-Our own servers, made from an instance of a resolved configuration.
+Our servers, made from an instance of a resolved configuration.
 
-Invariant: what a server needs is in the two environment variables that NeMo Gym gives to its children, and nowhere else; so the
-same process can be started by `roundhouse gym start` and by NeMo Gym's own command.
+Invariant: a server needs only the two environment variables that NeMo Gym gives to its children, so that `roundhouse
+gym start` and NeMo Gym's command start the same process.
 
     NEMO_GYM_CONFIG_DICT   the whole resolved configuration, as YAML
-    NEMO_GYM_CONFIG_PATH   the name of the instance that this process is
+    NEMO_GYM_CONFIG_PATH   the name of this process's instance
 
     python -m roundhouse.compat.nemo_gym.servers.own_server
 """
@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roundhouse.imports import gc_paused
+from roundhouse.imports import add_import_path, gc_paused
 
 with gc_paused():
     from omegaconf import DictConfig, OmegaConf
@@ -48,6 +48,7 @@ GRACE_SECONDS = 1
 
 def main() -> None:
     """Serve until interrupted."""
+    add_import_path(".")  # a configuration may name modules of the directory that it is started in
     try:
         server = own_server(os.environ)
     except RoundhouseError as error:
@@ -69,10 +70,10 @@ class OwnServer:
 
 
 def own_server(environ: Mapping[str, str]) -> OwnServer:
-    """The server that the two variables describe.
+    """Return the server that the two variables describe.
 
     Raises:
-        ConfigError: a variable is missing, or what it holds describes no server of ours.
+        ConfigError: a variable is missing, or its content does not describe a server of ours.
     """
     for variable in (CONFIG_DICT, CONFIG_PATH):
         if not environ.get(variable):
@@ -90,10 +91,10 @@ def own_server(environ: Mapping[str, str]) -> OwnServer:
 
 
 def instance_fields(config: DictConfig, name: str) -> tuple[ServerType, dict[str, Any]]:
-    """Type and fields of an instance, interpolations filled.
+    """Return type and fields of an instance, with interpolations filled.
 
     Raises:
-        ConfigError: there is no such instance, or an interpolation of it cannot be filled.
+        ConfigError: the instance is unknown, or an interpolation cannot be filled.
     """
     if name not in config:
         raise ConfigError(f"The configuration has no instance {name!r}.")
@@ -108,10 +109,10 @@ def instance_fields(config: DictConfig, name: str) -> tuple[ServerType, dict[str
 
 
 def server_url(config: DictConfig, name: str) -> str:
-    """Base URL of another instance.
+    """Return the base URL of another instance.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the name is unknown.
     """
     _, fields = instance_fields(config, name)
     if fields.get("url") and not fields.get("entrypoint"):
@@ -120,8 +121,25 @@ def server_url(config: DictConfig, name: str) -> str:
     return f"http://{host}:{fields['port']}"
 
 
+def connection_limit(config: DictConfig) -> int:
+    """Return how many connections to one server a process may have: the smaller of NeMo Gym's two limits; 0 for none."""
+    return min((int(config[key]) for key in CONNECTION_LIMITS if config.get(key)), default=0)
+
+
+CONNECTION_LIMITS = ("global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host")
+
+
+def limit_problems(settings: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each connection limit that is not a whole number from 0."""
+    return [
+        f"{key} is {value!r}; give a whole number of connections, or 0 for no limit."
+        for key in CONNECTION_LIMITS
+        if (value := settings.get(key)) is not None and (type(value) is not int or value < 0)
+    ]
+
+
 def own_problems(server_type: ServerType, name: str, fields: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the fields of a server of ours."""
+    """Return the problems of the fields of a server of ours."""
     if (workers := fields.get("num_workers")) not in (None, 1):
         return [
             f"{name}.num_workers is {workers}; a server of ours is one process, which holds its sessions. Remove it, and "
@@ -141,8 +159,8 @@ _THEIR_CAPTURE = frozenset(
 
 
 def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
-    """What of the configuration's `token_id_capture` would have no effect. Our model server keeps its records in memory, and a
-    run reads them there; where records go, and what is made of them, is said to NeMo Gym's model server and collector."""
+    """Return the keys of `token_id_capture` that would have no effect. Our model server keeps its records in memory,
+    and a run reads them there; the other keys configure NeMo Gym's model server and collector."""
     if block is None:
         return []
     if not isinstance(block, Mapping):
@@ -181,7 +199,7 @@ def _validated(model: type[BaseModel], name: str, fields: dict[str, Any]) -> Any
 
 
 def _app(config: DictConfig, name: str, own: Any) -> ASGIApp:
-    """The application of a server's validated fields. Each imports what its own kind needs."""
+    """Return the application for a server's validated fields. Each imports only its kind's modules."""
     if isinstance(own, EnvironmentServerConfig):
         from roundhouse.compat.nemo_gym.servers.resources import build_app
         from roundhouse.environments import load_to_serve
@@ -198,10 +216,12 @@ def _app(config: DictConfig, name: str, own: Any) -> ASGIApp:
             server_url(config, own.model_server.name),
             names_calls=bool(config.get("observability_enabled")),
             captures=bool(capture.get("enabled")) and (own.token_id_capture or bool(capture.get("all_agents"))),
+            limit=connection_limit(config),
         )
-    from roundhouse.compat.nemo_gym.model_server import build_app as build_model_server
+    from roundhouse.compat.nemo_gym.model_server.app import build_app as build_model_server
+    from roundhouse.compat.nemo_gym.model_server.engine_client import EngineClient
 
-    return build_model_server(own, name)
+    return build_model_server(own, name, EngineClient(own, connection_limit(config)))
 
 
 if __name__ == "__main__":

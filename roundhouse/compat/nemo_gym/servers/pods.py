@@ -1,9 +1,10 @@
-"""The servers of a run's own NeMo Gym as pods of a cluster: a Job and a Service for the head server and for each other server.
+"""The servers of a run's own NeMo Gym as pods of a cluster: a Job and a Service for the head server and for each other
+server.
 
-Invariant: a server's address is its Service's, which stays when its pod is replaced. A server that ends is started again, as
-often as allowed. All of them belong to what the flow itself belongs to (its pod's Job), so that deleting it ends them. Their
-names are made of all that they depend on: a flow that died and came back finds its servers and keeps them; for another
-configuration they are ended and made anew.
+Invariant: a server's address is its Service's, which stays when its pod is replaced. A server that ends is restarted,
+as often as allowed. All of them belong to the owner of the flow (its pod's Job), so deleting it ends them. Their names
+are derived from all their dependencies: a flow that died and came back finds its servers; for another configuration
+they are ended and made again.
 
     Secret      the configuration, as each server reads it: it listens on all addresses, the others are at their Services
     Services    gym-<run>-<uid>-<digest>-<server>
@@ -59,22 +60,22 @@ _VARIABLE_BYTES = 128 * 1024
 _SECRET_BYTES = 1024 * 1024
 """Kubernetes' limit of a Secret."""
 _ADDRESS_BYTES = 256
-"""What the address of one server takes, at most."""
+"""Largest size of one server's address."""
 
 
 @dataclass(frozen=True)
 class GymPlan:
-    """What a start creates."""
+    """Objects that a start creates."""
 
     jobs: tuple[GymJob, ...]
     """The head server's first."""
     names: Mapping[str, str]
-    """Of the servers, by `identity.shard`."""
+    """Names of the servers, by `identity.shard`."""
     values: Mapping[str, str]
-    """Of the Secret: the configuration as each server reads it."""
+    """Values of the Secret: the configuration as each server reads it."""
     secret: str
     urls: Mapping[str, str]
-    """Of the servers by name, also of those that run elsewhere."""
+    """URLs of the servers by name, including those that run elsewhere."""
 
     @property
     def head_url(self) -> str:
@@ -98,7 +99,7 @@ def choose_ports(resolution: Resolution, infra: KubernetesInfra) -> None:
 
 
 def unfit_for_pods(resolution: Resolution, infra: KubernetesInfra) -> list[str]:
-    """What of a configuration, whose ports are chosen, cannot work in pods: key, value and remedy."""
+    """Return the parts of a configuration with chosen ports that cannot work in pods: key, value and remedy."""
     problems = []
     for instance in resolution.instances:
         key, fields = ".".join(instance.path), instance.fields
@@ -156,7 +157,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def plan_pods(run: Run, resolution: Resolution, commands: Sequence[Command], flow: Object | None) -> GymPlan:
-    """What there is to be created for a configuration whose ports are chosen: equal arguments give equal names."""
+    """Return the objects to create for a configuration with chosen ports: equal arguments give equal names."""
     infra = run.config.infra
     assert isinstance(infra, KubernetesInfra)
     programs = {each.instance.name: each for each in commands}
@@ -259,10 +260,10 @@ class PodServers:
         self._threads: dict[str, list[threading.Thread]] = {role: [] for role in self._stops}
         self._failed: dict[str, RoundhouseError] = {}
         self._said: dict[str, str] = {}
-        """What each server's pod said last, or waits for."""
+        """Last output of each server's pod, or its reason for waiting."""
 
     def start(self) -> None:
-        """Create what is not there; return when every server has answered once.
+        """Create missing objects, and return when every server has answered once.
 
         Raises:
             ConfigError, InfraError: see `pod_servers`.
@@ -271,7 +272,7 @@ class PodServers:
         self._refuse_beside_another_flow()
         self._jobs.end_others({PLACE: GYM_PLACE}, {self._plan.jobs[0].identity.digest})
         owner = self._own.owner(self._plan.jobs[0])
-        # One of the name is this run's, with the same content: the name says so, and the flow may read none.
+        # An object of this name is this run's, with the same content, by its name; the flow may not read Secrets.
         body = gym_secret(self._plan.secret, self._plan.jobs[0], owner, self._plan.values)
         try:
             self._cluster.create(self._own.path("v1", "secrets"), body)
@@ -288,14 +289,14 @@ class PodServers:
         self._until_healthy()
 
     def close(self) -> None:
-        """End agents, then resources servers, models and the head server, and delete what they had."""
+        """End agents, then resources servers, models and the head server, and delete their objects."""
         for role, stop in self._stops.items():
             stop.set()
             for thread in self._threads[role]:
                 thread.join()
         self._jobs.close()
         try:
-            if self._failed:  # its thread has ended, and may have left a Job that goes on
+            if self._failed:  # its thread has ended, and may have left a running Job
                 with RunJobs(self._cluster, self._namespace, self._run_uid) as rest:
                     rest.end_others({PLACE: GYM_PLACE}, ())
             for job in self._plan.jobs:
@@ -329,7 +330,7 @@ class PodServers:
                 )
 
     def _keep(self, job: GymJob) -> None:
-        """Have the server run until its role is told to stop; started again, as often as allowed, when it has ended."""
+        """Keep the server running until its role is stopped; restart it, as often as allowed, after it has ended."""
         name, stop = self._plan.names[job.identity.shard], self._stops[job.role]
         with (self._logs / f"{name}.log").open("w") as output:
 

@@ -1,27 +1,31 @@
 """Any `Environment` over HTTP, by the contract of NeMo Gym's resources servers; Gymnasium environments by theirs.
 
-Invariants: every answer, whatever its status, sends the session cookie again (NeMo's agents keep only the newest answer's
-cookies); sessions are bounded in number and in age; each is given back (`close_session`) once: when its client closes it, when
-it was unused for too long, when room is needed after its verdict, or when the server stops. A tool that still runs then is
-cancelled.
+Invariants: every answer, of any status, sends the session cookie again, because NeMo's agents keep only the newest
+answer's cookies. Sessions are bounded in number and in age. Each is closed (`close_session`) once: by its client, after
+a long idle time, after its verdict if room is needed, or at the end of the server. The close cancels a running tool.
 
-    GET  /                  {"status":"ok"}
+    GET  /, /healthz, …     {"status":"ok"}
     POST /seed_session      task row                       -> {} or {"supports_explicit_close": true}
-    POST /<tool>            arguments                      -> what the tool returns
+    POST /<tool>            arguments                      -> the tool's result
     POST /verify            row fields + response          -> the same + reward, reward_components, metrics, mask_sample
     POST /close             {}                             -> {}
+    POST /close_session     resources_session_id, episode_id -> resources_session_id
     POST /aggregate_metrics {"verify_responses": […]}      -> statistics
-    /mcp                    MCP, where it was asked for: the tools again, for agents that speak it (`mcp_server`)
+    /mcp                    MCP, if it was requested: the tools again, for agents that use it (`mcp_server`)
 
-A client that will not use its session after the verdict says so in the request to /verify (`X-Roundhouse-Session: last-use`);
-the answer then says `closed`, and no call to /close is needed.
+A client that needs its session no longer after the verdict announces that in the request to /verify
+(`X-Roundhouse-Session: last-use`); the answer then has `closed`, and a call to /close is unnecessary.
 
     python -m roundhouse.compat.nemo_gym.servers.resources --environment calculator --port 8001
 
-The command either serves, or ends at once with one line that says what to change.
+The command either serves, or ends at once with one line that names the necessary change.
 
-Gymnasium environments: a step under the same `_ng_step_request_id` as the one before it is played once,
-both requests getting the same answer, so that a client which lost an answer may ask again. A step ends with its session.
+An environment server of NeMo Gym (`single_agent_turn`) names its session itself: it seeds with `resources_session_id`,
+`episode_id`, `task_id` and `task_data`, and gets the id back. Seeding twice gives one session. Closing always succeeds,
+and a seed that arrives after it is refused, so that a late request creates no session that nothing closes.
+
+Gymnasium environments: a step with the same `_ng_step_request_id` as the one before it is played once, and both
+requests get the same answer, so that a client with a lost answer may ask again. A step ends with its session.
 
     POST /reset   task row                                  -> {"observation", "info": {supports_explicit_close, …}}
     POST /step    row + response [+ _ng_step_request_id]    -> {"observation", "reward", "terminated", "truncated", "info"}
@@ -34,6 +38,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -44,6 +49,8 @@ from fastapi import FastAPI, Request, Response
 from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
 from roundhouse.compat.nemo_gym.servers.endpoints import (
     REQUEST_SECONDS,
+    BadBody,
+    add_liveness,
     answer,
     guarded,
     json_answer,
@@ -62,15 +69,20 @@ from roundhouse.environments.base import (
     Toolbox,
     ToolResult,
     Verdict,
+    bad_request,
 )
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.http.sessions import Closing, SessionStore, outcome
 from roundhouse.logs import set_up_observability
-from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE
+from roundhouse.rollout.protocol import SESSION_CLOSED, SESSION_HEADER, SESSION_LAST_USE, as_verdict, call_function
 
 if TYPE_CHECKING:
     from roundhouse.compat.mcp import McpEndpoint
 
+
+NAMED_SESSION, CLOSE_SESSION = "resources_session_id", "close_session"
+MOST_CLOSED = 100_000
+"""Number of closed sessions whose late seed is refused."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -107,13 +119,15 @@ def build_app(
         tools = [tool for tool in environment.tools().values() if tool.name not in RESERVED]
         server.mcp = McpEndpoint(name or environment.name, tools, server.run_tool, request_seconds)
     app = FastAPI(title=environment.name, lifespan=_lifespan(environment, store, server.mcp))
-    app.get("/")(server.alive)
+    add_liveness(app)
     app.get("/reverify_mode")(server.reverify_mode)
     routes = [
         ("/seed_session", server.seed_session),
         ("/verify", server.verify),
         ("/aggregate_metrics", server.aggregate),
     ]
+    if not server.has_tool(CLOSE_SESSION):
+        routes.append((f"/{CLOSE_SESSION}", server.close_named))
     if server.offers_close:
         routes.append(("/close", server.close))
     for path, endpoint in [*routes, ("/{tool_name}", server.call_tool)]:
@@ -125,7 +139,7 @@ def build_app(
 
 
 def _lifespan(environment: Environment, store: SessionStore, mcp: McpEndpoint | None) -> Lifespan:
-    """The server's life: sessions are given back while it runs and at its end."""
+    """Close idle sessions while the server runs, and all sessions at its end."""
     holds_something = type(environment).close_session is not Environment.close_session
     closing = Closing(store, environment.close_session if holds_something else None)
 
@@ -146,18 +160,20 @@ class _Routes:
 
     def __init__(self, environment: Environment | GymnasiumEnvironment, sessions: SessionStore) -> None:
         self._compute_metrics = environment.compute_metrics
+        self._compute_repeat_metrics = getattr(environment, "compute_repeat_metrics", None)  # a hook of NeMo Gym's
         self._sessions = sessions
-
-    async def alive(self) -> dict[str, str]:
-        return {"status": "ok"}
 
     async def aggregate(self, request: Request) -> Response:
         body = await object_body(request, "verify_responses")
-        return json_answer(aggregate_metrics(body["verify_responses"], self._compute_metrics))
+        return json_answer(
+            aggregate_metrics(
+                body["verify_responses"], self._compute_metrics, compute_repeat_metrics=self._compute_repeat_metrics
+            )
+        )
 
 
 class _ResourcesServer(_Routes):
-    """Those of tools and a verifier."""
+    """Routes of tools and a verifier."""
 
     def __init__(self, environment: Environment, sessions: SessionStore) -> None:
         super().__init__(environment, sessions)
@@ -167,20 +183,51 @@ class _ResourcesServer(_Routes):
         self.offers_close = not self._stateless and "close" not in self._toolbox
         """A tool named close has the route."""
         self.mcp: McpEndpoint | None = None
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        """The newest ids of named sessions that were closed."""
+
+    def has_tool(self, name: str) -> bool:
+        return name in self._toolbox
 
     async def reverify_mode(self) -> str:
         return "stateless" if self._stateless else "unsupported"
 
     async def seed_session(self, request: Request) -> Response:
         row = await object_body(request)
+        if isinstance(row.get(NAMED_SESSION), str) and isinstance(row.get("episode_id"), dict):
+            return await self._seed_named(request, row)
         session_id = request.session["session_id"]
         answer: dict[str, Any] = {} if self.mcp is None else {"mcp": self.mcp.offer(session_id)}
-        if self._stateless:  # nothing to keep, so nothing to give back
+        if self._stateless:  # nothing to keep or to close
             return json_answer(answer)
         self._sessions.reserve()
         state = await self._environment.seed_session(row)
         self._sessions.put(session_id, state)
         return json_answer(answer | {"supports_explicit_close": True} if self.offers_close else answer)
+
+    async def _seed_named(self, request: Request, body: dict[str, Any]) -> Response:
+        """Begin the session that an environment server names, or join it; the cookie of the answer leads to it."""
+        named, row = body[NAMED_SESSION], body.get("task_data")
+        if named in self._closed:
+            return answer(ToolResult(f"The session {named} was closed.", 409))
+        if not isinstance(row, dict):
+            detail = {"type": "dict_type", "loc": ["task_data"], "msg": "Input should be a valid dictionary"}
+            raise BadBody(bad_request([detail | {"input": row}]))
+        session_id = request.session["session_id"] = f"{NAMED_SESSION}:{named}"
+        if not self._stateless and session_id not in self._sessions:
+            self._sessions.reserve()
+            self._sessions.put(session_id, await self._environment.seed_session(row))
+        offer = {} if self.mcp is None else {"resources_tools": self.mcp.offer(session_id)}
+        return json_answer({NAMED_SESSION: named, **offer})
+
+    async def close_named(self, request: Request) -> Response:
+        named = (await object_body(request, NAMED_SESSION))[NAMED_SESSION]
+        self._sessions.close(f"{NAMED_SESSION}:{named}")
+        if not self._stateless:
+            self._closed[str(named)] = None
+            if len(self._closed) > MOST_CLOSED:
+                self._closed.popitem(last=False)
+        return json_answer({NAMED_SESSION: named})
 
     async def call_tool(self, request: Request) -> Response:
         name = request.path_params["tool_name"]
@@ -193,7 +240,7 @@ class _ResourcesServer(_Routes):
         """Call a tool in a session; the call ends with the session.
 
         Raises:
-            InfraError: there is no such session, it ended, or the tool says that its infrastructure failed.
+            InfraError: the session is unknown, it ended, or the tool reports that its infrastructure failed.
         """
         if self._stateless:
             return await self._toolbox.call(None, name, arguments)
@@ -206,8 +253,8 @@ class _ResourcesServer(_Routes):
         judged = response if self.mcp is None else self.mcp.judged(response)
         # Without state nothing can be lost, so nothing needs to have been seeded
         state = None if self._stateless else self._sessions.get(request.session["session_id"]).state
-        verdict = await self._environment.verify(state, body, judged)
-        answer = json_answer({**body, "response": response, **verdict_fields(verdict)})
+        verdict = await call_function(self._environment.verify, state, body, judged)
+        answer = json_answer({**body, "response": response, **verdict_fields(as_verdict(verdict))})
         if self.offers_close and request.headers.get(SESSION_HEADER) == SESSION_LAST_USE:
             self._sessions.close(request.session["session_id"])
             answer.headers[SESSION_HEADER] = SESSION_CLOSED
@@ -283,7 +330,7 @@ def build_gymnasium_app(
     closing = Closing(sessions, close if holds_something else None)
     server = _GymnasiumServer(environment, sessions)
     app = FastAPI(title=environment.name, lifespan=closing.lifespan)
-    app.get("/")(server.alive)
+    add_liveness(app)
     for path, endpoint in (
         ("/reset", server.reset),
         ("/step", server.step),
@@ -296,7 +343,7 @@ def build_gymnasium_app(
 
 
 class _GymnasiumServer(_Routes):
-    """Those of episodes."""
+    """Routes of episodes."""
 
     def __init__(self, environment: GymnasiumEnvironment, sessions: SessionStore) -> None:
         super().__init__(environment, sessions)
@@ -322,7 +369,7 @@ class _GymnasiumServer(_Routes):
             if request_id != episode.request_id or episode.newest is None:
                 episode.request_id = request_id
                 episode.newest = session.begin(self._environment.step(episode.state, response))
-            # Shielded: a caller that left must not take the step away from the one that asks again.
+            # Shielded: the end of one caller must not cancel the step of another caller.
             step = await outcome(asyncio.shield(episode.newest))
         if step.done:
             self._sessions.finished(session_id)

@@ -5,7 +5,10 @@ Nothing that exists is overwritten.
 
     words/environment.py        the class: tasks, a tool, a verifier, demonstrations for a warm start
     words/run.yaml              a run on it, for `roundhouse train`
-    words/test_environment.py   what its author claims of it
+
+and, unless the caller wants these two alone,
+
+    words/test_environment.py   its author's claims
     words/example.jsonl         five task rows
     words/gym.yaml              its server, for `roundhouse gym start`
     words/README.md             how to train on it
@@ -34,18 +37,20 @@ Invariant: the reward depends on the row and on the policy's last message alone.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from roundhouse.compat.nemo_gym.exchange.json_lines import read_rows
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.environments.generated import Message, calls, returns, says, user
 
 WORDS: dict[Split, tuple[str, ...]] = {
     "train": ("engine", "signal", "tunnel", "whistle", "platform", "carriage", "junction", "steam"),
-    "heldout": ("station", "bridge", "ticket", "freight"),
+    "heldout": (
+        "station", "bridge", "ticket", "freight", "cargo", "parcel",
+        "luggage", "terminal", "guard", "coach", "timetable", "canal",
+    ),
 }
 
 
@@ -98,7 +103,7 @@ def _prompt(word: str) -> str:
 
 
 def _read(file: str) -> tuple[str, ...]:
-    return tuple(json.loads(line)["word"] for line in Path(file).read_text().splitlines() if line.strip())
+    return tuple(row["word"] for row in read_rows(file))
 '''
 
 _TEST = '''"""What holds for $title."""
@@ -172,6 +177,7 @@ environment:
   # parameters: {train: $${CONFIG_DIR}/train.jsonl, heldout: $${CONFIG_DIR}/heldout.jsonl} # your own data
 
 generation:
+  backend: trainer # it answers, too: a small model needs no engine. Without this line, vLLM on Ray Serve does
   max_model_len: 256
   sampling: {temperature: 1.0, max_new_tokens: 32}
 
@@ -179,7 +185,7 @@ rollout: {prompts_per_iteration: 8, group_size: 8, max_turns: 3}
 train:
   minibatches: 4
   optimizer: {learning_rate: 3.0e-4, warmup_steps: 3}
-evaluation: {every: 5, tasks: 4, samples: 8}
+evaluation: {every: 5, tasks: 12, samples: 4}
 """
 
 _README = """# $title
@@ -189,8 +195,8 @@ there. Serve: `roundhouse gym start $name/gym.yaml ++policy_base_url=<engine>/v1
 """
 
 
-def write_environment(name: str, directory: Path) -> list[Path]:
-    """Write the files; their paths.
+def write_environment(name: str, directory: Path, *, is_minimal: bool = False) -> list[Path]:
+    """Write the files, or the class and its run alone; return their paths.
 
     Raises:
         ConfigError: the name cannot be a module's, or the directory exists.
@@ -208,16 +214,13 @@ def write_environment(name: str, directory: Path) -> list[Path]:
         "class_name": "".join(part.capitalize() for part in name.split("_")),
     }
     place.mkdir(parents=True)
-    texts = {
-        "__init__.py": "",
-        "environment.py": _ENVIRONMENT,
-        "test_environment.py": _TEST,
-        "gym.yaml": _GYM,
-        "run.yaml": _RUN,
-        "README.md": _README,
-    }
+    texts = {"environment.py": _ENVIRONMENT, "run.yaml": _RUN}
+    if not is_minimal:
+        texts |= {"__init__.py": "", "test_environment.py": _TEST, "gym.yaml": _GYM, "README.md": _README}
     for file_name, text in texts.items():
         (place / file_name).write_text(Template(text).substitute(words))
+    if is_minimal:
+        return [place / file_name for file_name in texts]
     spec = importlib.util.spec_from_file_location(f"{name}_example", place / "environment.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,15 +1,15 @@
 """The servers of a resolved NeMo Gym configuration, from their start to their end.
 
-Invariants: what was started is ended, in order (agents, resources servers, models, then the head server), however the start or
-the run ends, and also when this process is killed; a server that ends by itself ends the whole with the end of its log; every
-waiting has a limit.
+Invariants: started servers are ended in order (environment servers, agents, resources servers, models, the head
+server), however the start or the run ends, and also if this process is killed. A server that ends by itself ends all
+others, and the error shows the end of its log. Every wait has a limit.
 
     async with GymServers(resolution, commands, options) as servers:
         await servers.start()
         await servers.until(stop)
 
-`run` is the life of `roundhouse gym start`: SIGINT and SIGTERM end it in order, also while it is still starting; a second one
-does not cut the ending short. It returns after a signal, and raises InfraError if a server ended by itself.
+`run` is the life of `roundhouse gym start`: SIGINT and SIGTERM end it in order, also during the start; a second signal
+does not shorten the end. It returns after a signal, and raises InfraError if a server ended by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import aiohttp
-
 from roundhouse.compat.nemo_gym.config.instances import ServerType, model_endpoints
 from roundhouse.compat.nemo_gym.config.resolve import LOOPBACK, Resolution, can_bind
 from roundhouse.compat.nemo_gym.servers import head as head_server
@@ -34,6 +32,7 @@ from roundhouse.compat.nemo_gym.servers.commands import Command, install
 from roundhouse.compat.nemo_gym.servers.head import RunningServer, check
 from roundhouse.compat.nemo_gym.servers.own_server import CONFIG_DICT
 from roundhouse.errors import InfraError
+from roundhouse.http.clients import client_session
 from roundhouse.http.ports import HttpThread, describe_owner
 from roundhouse.infra.processes import Children
 
@@ -41,12 +40,17 @@ START_SECONDS = 300.0
 """Time limit from the first process to the last server's first answer."""
 LOOK_SECONDS = 0.2
 
-ENDING: tuple[ServerType, ...] = ("responses_api_agents", "resources_servers", "responses_api_models")
+ENDING: tuple[ServerType, ...] = (
+    "environment_servers",
+    "responses_api_agents",
+    "resources_servers",
+    "responses_api_models",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """How servers are started."""
+    """Options of the start."""
 
     logs: Path
     """Directory of their output."""
@@ -60,7 +64,7 @@ class StartOptions:
     restarts: int = 0
     """How often each server is started again after it has ended by itself."""
     announce: Callable[[str], None] = field(default=lambda text: None)
-    """Told of every step, in a few words."""
+    """Called with a short text at every step."""
 
 
 class GymServers:
@@ -71,6 +75,7 @@ class GymServers:
         self._commands = {command.instance.name: command for command in commands}
         self._options = options
         self._ready: set[str] = set()
+        self._all_ready = False
         self._foreign_environment: dict[str, str] = {}
         self._started_at = time.time()
         self._restarted: Counter[str] = Counter()
@@ -102,8 +107,9 @@ class GymServers:
         """The answer of /server_instances."""
         children = {child.name: child for child in self._children.all} if self._children else {}
         found = []
-        for instance in self._resolution.instances:
-            command, child = self._commands.get(instance.name), children.get(instance.name)
+        for instance in (*self._resolution.instances, *self._resolution.relays):
+            process = instance.agents()[0] if instance.kind == "relay" else instance.name
+            command, child = self._commands.get(process), children.get(process)
             host, port = self._resolution.address(instance)
             alive = child is None or child.process.poll() is None
             found.append(
@@ -119,7 +125,7 @@ class GymServers:
                     process_name=instance.name,
                     server_type=instance.type,
                     start_time=self._started_at if child is None else child.started_at,
-                    status=("success" if alive else "connection_error") if instance.name in self._ready else None,
+                    status=("success" if alive else "connection_error") if process in self._ready else None,
                     url=self._resolution.base_url(instance),
                 )
             )
@@ -136,7 +142,7 @@ class GymServers:
             if not can_bind(own_port):
                 owner = describe_owner(own_port) or "another process"
                 raise InfraError(f"{command.instance.name}: port {own_port} is taken by {owner}.")
-        app = head_server.build_app(self._resolution, self.running, self._options.head_token)
+        app = head_server.build_app(self._resolution, self.running, self._options.head_token, lambda: self._all_ready)
         self._head = HttpThread(app, *self._resolution.head_address())
         self._options.announce(f"head server at {self.head_url}")
         self._children = Children(self._options.logs)
@@ -164,6 +170,7 @@ class GymServers:
         self._options.announce(f"{len(self._commands)} processes started, logs in {self._options.logs}")
         await self._until_ready()
         await self._until_engines_answer()
+        self._all_ready = True
 
     def _start(self, children: Children, command: Command) -> None:
         environment = {**command.environment, **self._foreign_environment, CONFIG_DICT: self._resolution.yaml()}
@@ -190,7 +197,7 @@ class GymServers:
                     break
                 self._restarted[child.name] += 1
                 self._options.announce(f"{child.name} ended by itself and is started again; log {child.log}")
-                await children.end(child.name)  # what it left running
+                await children.end(child.name)  # its remaining children
                 self._start(children, command)
             try:
                 await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
@@ -198,7 +205,7 @@ class GymServers:
                 continue
 
     async def start_unless(self, stop: asyncio.Event) -> bool:
-        """`start`, given up once `stop` is set; whether every server has answered.
+        """Call `start`, but cancel it if `stop` is set; return whether every server has answered.
 
         Raises:
             InfraError: as `start`.
@@ -217,7 +224,7 @@ class GymServers:
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + self._options.start_seconds
         waiting = {one.name: self._resolution.base_url(one) for one in self._resolution.instances}
-        async with aiohttp.ClientSession() as http:
+        async with client_session() as http:
             while waiting:
                 self._raise_ended()
                 statuses = await asyncio.gather(
@@ -245,11 +252,11 @@ class GymServers:
         self._raise_ended()
 
     async def _until_engines_answer(self) -> None:
-        """Wait for the engines of the model servers; those that stay silent are reported, and may come later."""
+        """Wait for the engines of the model servers. Silent engines are reported, and may come later."""
         seconds = float(self._resolution.tree["model_endpoint_readiness_timeout_seconds"])
         silent = model_endpoints(self._resolution.instances) if seconds > 0 else {}
         deadline, announced = time.monotonic() + seconds, False
-        async with aiohttp.ClientSession() as http:
+        async with client_session() as http:
             while silent:
                 self._raise_ended()
                 statuses = await asyncio.gather(*(check(url, http) for url in silent))
@@ -298,13 +305,13 @@ while True:
 async def start_cluster(
     children: Children, python: str, environment: Mapping[str, str], directory: Path, seconds: float
 ) -> str:
-    """Start the Ray cluster that foreign servers share among `children`; its address.
+    """Start the Ray cluster that foreign servers share among `children`; return its address.
 
-    Each of NeMo Gym's servers joins a cluster at its start, or starts one of its own. One serves all foreign servers of a
-    start, unless the configuration names another (`ray_head_node_address`). It runs in the Python of the first of them, since
-    all members of a cluster must have the same version of Ray. Only who has the token of this start can join it. Whatever
-    other cluster runs on the machine, or ran (Ray keeps the address of the last one, also of a dead one, and joins it where no
-    address is given), is not asked.
+    Each of NeMo Gym's servers joins a cluster at its start, or starts one. One cluster serves all foreign servers of a
+    start, unless the configuration names another (`ray_head_node_address`). It runs in the Python of the first of them,
+    because all members of a cluster must have the same version of Ray. Joining it needs the token of this start. Other
+    clusters on the machine are not used, although Ray keeps the address of the last one, even of a dead one, and joins
+    it by default.
 
     Raises:
         InfraError: it ended, or has no address in time; with the end of its log.

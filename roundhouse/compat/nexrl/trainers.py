@@ -1,0 +1,231 @@
+"""NexRL's trainers as algorithms of a run: `train.algorithm: {kind: custom, target: path/to/file.py:MyTrainer}`.
+
+Invariant: a trainer only computes the advantages. The run does padding, batches, the loss, checkpoints and weights;
+training reads `advantages` and nothing else of the trainer.
+
+    class MyTrainer(SelfHostedTrainer):
+        def _prepare_batch(self, batch):                          Batch of tensors, one row a sequence
+            batch.values["advantages"] = …                        [B], or [B, T] of `responses`
+            return batch, {"custom/mean": …}
+
+    class MyRemote(RemoteApiTrainer):
+        def _prepare_trajectories(self, trajectories, metrics):   one dictionary a sequence
+            for trajectory in trajectories:
+                trajectory["advantages"] = …                      a number, or one for each generated token
+            return trajectories
+
+Columns of a batch: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` ([B, P + T]), `prompts` ([B, P],
+padded on the left), `responses` ([B, T], padded on the right), and the fields of the trajectories. A response begins
+with a sequence's first generated token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from roundhouse.compat.nexrl.modules import NexRLModule
+from roundhouse.compat.nexrl.pool import Batch, Trajectory
+from roundhouse.config.algorithms import PolicyGradient
+from roundhouse.errors import DataError
+from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards
+from roundhouse.training.batch import TrainingSequences
+
+log = logging.getLogger(__name__)
+EPSILON = 1e-8
+
+
+class BaseTrainer(PolicyGradientAlgorithm, NexRLModule):
+    """A source of advantages with NexRL's hooks; a subclass of one of the two below."""
+
+    def __init__(self, config: PolicyGradient, **parameters: Any) -> None:
+        """`parameters` are `train.algorithm.parameters`, at `_parameters`."""
+        super().__init__(config)
+        self._config, self._parameters = config, parameters
+
+    def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
+        trajectories = trajectories_of(sequences, rewards)
+        metrics: dict[str, Any] = {}
+        by_token = self._advantages(sequences, trajectories, metrics)
+        if metrics:
+            log.info("%s: %s", type(self).__name__, metrics)
+        return by_token
+
+    def _advantages(
+        self, sequences: TrainingSequences, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> np.ndarray:
+        """Return [T] advantages."""
+        raise NotImplementedError
+
+
+class SelfHostedTrainer(BaseTrainer):
+    """A trainer that prepares a batch of padded tensors."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Write `batch.values["advantages"]`; return the batch and metrics, which are logged."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _prepare_batch")
+
+    def _process_trajectories(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with padded tensors; see the module's docstring."""
+        import torch
+
+        starts = [int(np.argmax(each["loss_mask"])) for each in trajectories]
+        wide = max(starts)
+        long = max(len(each["tokens"]) - start for each, start in zip(trajectories, starts, strict=True))
+        processed = []
+        for each, start in zip(trajectories, starts, strict=True):
+            tokens, mask = list(each["tokens"]), list(each["loss_mask"])
+            left, right = [0] * (wide - start), [0] * (long - (len(tokens) - start))
+            attention = torch.tensor([*left, *([1] * len(tokens)), *right])
+            columns = {
+                "input_ids": torch.tensor([*left, *tokens, *right]),
+                "attention_mask": attention,
+                "position_ids": (attention.cumsum(0) - 1).clamp(min=0),
+                "loss_mask": torch.tensor([*left, *mask, *right]),
+                "prompts": torch.tensor([*left, *tokens[:start]]),
+                "responses": torch.tensor([*tokens[start:], *right]),
+            }
+            processed.append({**each, **columns})
+        return processed
+
+    def _advantages(
+        self, sequences: TrainingSequences, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> np.ndarray:
+        import torch
+
+        batch = Batch.from_trajectories(self._process_trajectories(trajectories))
+        for name, column in batch.values.items():
+            if all(isinstance(value, torch.Tensor) and value.shape == column[0].shape for value in column):
+                batch.values[name] = torch.stack(column)
+        batch, own = self._prepare_batch(batch)
+        metrics.update(own)
+        values = torch.as_tensor(_advantages_of(self, batch.values)).float().numpy()
+        prompt = batch.values["prompts"].shape[1]
+        rows = []
+        for row, trajectory in zip(values, trajectories, strict=True):
+            length, start = len(trajectory["tokens"]), int(np.argmax(trajectory["loss_mask"]))
+            if row.ndim == 0:
+                rows.append(np.full(length, row))
+            else:  # of the responses, or of the whole row
+                responses = row[prompt:] if len(row) == batch.values["input_ids"].shape[1] else row
+                rows.append(np.concatenate([np.zeros(start), responses[: length - start]]))
+        return np.concatenate(rows)
+
+
+class RemoteApiTrainer(BaseTrainer):
+    """A trainer that prepares trajectories."""
+
+    _service_holder: Any = None
+
+    def _prepare_trajectories(self, trajectories: list[Trajectory], metrics: dict[str, Any]) -> list[Trajectory]:
+        """Write `advantages` of each trajectory, in their order."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _prepare_trajectories")
+
+    def set_service_holder(self, service_holder: Any) -> None:
+        """Keep a holder for the subclass; a run's service is `train.service`."""
+        self._service_holder = service_holder
+
+    def _advantages(
+        self, sequences: TrainingSequences, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> np.ndarray:
+        prepared = self._prepare_trajectories(trajectories, metrics)
+        if [each.get("sequence_id") for each in prepared] != sequences.sequence_ids:
+            raise DataError(
+                f"{type(self).__name__}._prepare_trajectories left out or moved trajectories. Return all, in order."
+            )
+        rows = []
+        for each in prepared:
+            mask = np.asarray(each["loss_mask"], dtype=bool)
+            row = np.zeros(len(mask))
+            row[mask] = _advantages_of(self, each)
+            rows.append(row)
+        return np.concatenate(rows)
+
+
+class SelfHostedGrpoTrainer(SelfHostedTrainer):
+    """NexRL's GRPO: (reward - mean) / (std + 1e-8) within the trajectories of one group."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        columns = zip(batch.values["group_id"], batch.values["reward"], strict=True)
+        rows = compute_grpo_advantage_for_trajectories(
+            [{"group_id": group, "reward": reward} for group, reward in columns]
+        )
+        batch.values["advantages"] = [each["advantages"] for each in rows]
+        metrics: dict[str, Any] = {}
+        log_grpo_metrics(rows, metrics)
+        return batch, metrics
+
+
+class RemoteApiGrpoTrainer(RemoteApiTrainer):
+    """The same on trajectories."""
+
+    def _prepare_trajectories(self, trajectories: list[Trajectory], metrics: dict[str, Any]) -> list[Trajectory]:
+        prepared = compute_grpo_advantage_for_trajectories(trajectories)
+        log_grpo_metrics(prepared, metrics)
+        return prepared
+
+
+class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
+    """Every trajectory counts the same: with `policy_loss: reinforce`, the likelihood of its tokens."""
+
+    def _prepare_trajectories(self, trajectories: list[Trajectory], metrics: dict[str, Any]) -> list[Trajectory]:
+        return [{**each, "advantages": 1.0} for each in trajectories]
+
+    def trainable_sequences(self, sequences: TrainingSequences, groups: Groups) -> np.ndarray:
+        return np.ones(len(sequences), dtype=bool)
+
+
+def compute_grpo_advantage_for_trajectories(
+    trajectories: Sequence[Trajectory], logger: logging.Logger | None = None, use_run_ids: bool = False
+) -> list[Trajectory]:
+    """Return the trajectories with `advantages`, from the rewards of those with the same `group_id` (or `run_id`)."""
+    field = "run_id" if use_run_ids else "group_id"
+    rewards: dict[Any, list[float]] = defaultdict(list)
+    for each in trajectories:
+        rewards[each[field]].append(float(each["reward"]))
+    means = {group: float(np.mean(values)) for group, values in rewards.items()}
+    spreads = {group: float(np.std(values, ddof=1)) if len(values) > 1 else 0.0 for group, values in rewards.items()}
+    return [
+        {**each, "advantages": (float(each["reward"]) - means[each[field]]) / (spreads[each[field]] + EPSILON)}
+        for each in trajectories
+    ]
+
+
+def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: dict[str, Any]) -> None:
+    """Add the mean and the deviation of rewards and advantages to the metrics."""
+    for name in ("reward", "advantages"):
+        values = [float(each[name]) for each in trajectories]
+        metrics |= {f"grpo/{name}/mean": float(np.mean(values)), f"grpo/{name}/std": float(np.std(values))}
+
+
+def trajectories_of(sequences: TrainingSequences, rewards: Rewards) -> list[Trajectory]:
+    """Return a run's sequences as NexRL's trajectories, with the shaped rewards."""
+    trajectories = []
+    for index, sequence_id in enumerate(sequences.sequence_ids):
+        tokens = slice(int(sequences.offsets[index]), int(sequences.offsets[index + 1]))
+        rollout = sequences.rollout_ids[index]
+        trajectories.append(
+            {
+                "sequence_id": sequence_id,
+                "group_id": sequences.group_ids[index],
+                "run_id": rollout,
+                "reward": float(rewards.values[index]),
+                "tokens": sequences.token_ids[tokens].tolist(),
+                "loss_mask": sequences.loss_mask[tokens].astype(int).tolist(),
+                "logprobs": sequences.gen_logprobs[tokens].tolist(),
+                "is_truncated": bool(sequences.truncated[index]),
+                "policy_version": int(sequences.policy_versions[index]),
+            }
+        )
+    return trajectories
+
+
+def _advantages_of(trainer: BaseTrainer, values: Any) -> Any:
+    for name in ("advantages", "advantage"):
+        if values.get(name) is not None:
+            return values[name]
+    raise DataError(f"{type(trainer).__name__} wrote no advantages: set `advantages` in its hook.")

@@ -1,0 +1,113 @@
+"""The declaration of a plug-in, and the table of the core's plug-ins.
+
+Invariant: the table holds strings, so that importing it imports no plug-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One kind of one role. A string `module:name` is imported when a configuration uses the kind."""
+
+    factory: str | Callable[..., Any]
+    """The class or function that makes it; docs/plugins.md states its arguments for each role."""
+    section: str | type[Any] | None = None
+    """Configuration section: a `roundhouse.config.section.Section` with a key `kind: Literal["name"]`. None: the role is chosen
+    by name alone."""
+    check: str | Callable[[Any], None] | None = None
+    """Function of the section that raises a ConfigError before a run starts, for conditions that the section cannot know: a
+    package, a file, a server."""
+
+
+def _environment(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.{factory}", f"roundhouse.config.environments:{section}Environment")
+
+
+def _included(section: str, factory: str) -> Plugin:
+    return _environment(section, f"environments.{factory}")
+
+
+def _sandbox(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.environments.sandboxes.{factory}", f"roundhouse.config.sandboxes:{section}Sandbox")
+
+
+def _algorithm(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.training.algorithms.{factory}", f"roundhouse.config.algorithms:{section}Config")
+
+
+def _curriculum(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.rollout.plan:{factory}", f"roundhouse.config.rollout:{section}")
+
+
+BUILT_IN: Mapping[str, Plugin] = {
+    "environment.calculator": _included("Calculator", "calculator:Calculator"),
+    "environment.sort": _included("Sort", "single_turn:Sort"),
+    "environment.guess_number": _included("GuessNumber", "search:GuessNumber"),
+    "environment.arithmetic_chain": _included("ArithmeticChain", "calculator:ArithmeticChain"),
+    "environment.lookup": _included("Lookup", "search:Lookup"),
+    "environment.countdown": _included("Countdown", "single_turn:Countdown"),
+    "environment.sudoku": _included("Sudoku", "single_turn:Sudoku"),
+    "environment.warehouse": _included("Warehouse", "warehouse:Warehouse"),
+    "environment.sql_world": _included("SqlWorld", "sql_world:SqlWorld"),
+    "environment.code": _included("Code", "code:Code"),
+    "environment.terminal": _included("Terminal", "terminal:Terminal"),
+    "environment.bug_fix": _included("BugFix", "bug_fix:BugFix"),
+    "environment.instruction_constraints": _included("InstructionConstraints", "single_turn:InstructionConstraints"),
+    "environment.short_questions": _included("ShortQuestions", "short_questions:ShortQuestions"),
+    "environment.frozen_lake": _included("FrozenLake", "frozen_lake:FrozenLake"),
+    "environment.worker": _environment("Worker", "compat.nexrl.client:WorkerClient.from_config"),
+    "environment.command": _environment("Command", "compat.command:CommandClient.from_config"),
+    "environment.custom": _environment("Custom", "environments:load_any"),
+    "environment.dataset": _environment("Dataset", "environments.dataset:RewardedDataset"),
+    "environment.remote": _environment("Remote", "rollout.clients:open_remote"),
+    "environment.agent": _environment("Agent", "compat.nemo_gym.clients.agent:RemoteAgentClient.from_config"),
+    "environment.nemo_gym": _environment("NemoGym", "compat.nemo_gym.owned:NemoGymClient.from_config"),
+    "environment.mixture": _environment("Mixture", "rollout.clients:open_mixture"),
+    "sandbox.local": _sandbox("Local", "local:LocalProcess"),
+    "sandbox.container": _sandbox("Container", "container:Container"),
+    "sandbox.kubernetes": _sandbox("Kubernetes", "kubernetes:ClaimedPod"),
+    "sandbox.custom": Plugin(
+        "roundhouse.environments.sandboxes:load_custom", "roundhouse.config.sandboxes:CustomSandbox"
+    ),
+    "algorithm.grpo": _algorithm("GRPO", "built_in:GroupRelative"),
+    "algorithm.dr_grpo": _algorithm("DrGRPO", "built_in:GroupRelative"),
+    "algorithm.rloo": _algorithm("RLOO", "built_in:GroupRelative"),
+    "algorithm.dapo": _algorithm("DAPO", "built_in:GroupRelative"),
+    "algorithm.gspo": _algorithm("GSPO", "built_in:GroupRelative"),
+    "algorithm.cispo": _algorithm("CISPO", "built_in:GroupRelative"),
+    "algorithm.reinforce_plus_plus": _algorithm("ReinforcePlusPlus", "built_in:ReinforcePlusPlus"),
+    "algorithm.ppo": _algorithm("PPO", "ppo:PPO"),
+    "algorithm.gdpo": _algorithm("GDPO", "built_in:GDPO"),
+    "algorithm.cross_entropy": _algorithm("CrossEntropy", "built_in:CrossEntropy"),
+    "algorithm.distillation": _algorithm("Distillation", "built_in:OnPolicyDistillation"),
+    "algorithm.custom": Plugin(
+        "roundhouse.training.algorithms:load_custom", "roundhouse.config.algorithms:CustomAlgorithmConfig"
+    ),
+    "curriculum.epochs": _curriculum("Epochs", "draw_epochs"),
+    "curriculum.success_band": _curriculum("SuccessBand", "SuccessBandCurriculum"),
+    "curriculum.custom": _curriculum("CustomCurriculum", "load_custom"),
+    "engine.vllm": Plugin("roundhouse.generation.interface:VllmGeneration"),
+    "engine.transformers": Plugin("roundhouse.generation.interface:TransformersGeneration"),
+    "endpoint.tokens": Plugin("roundhouse.generation.openai_engine:OpenAIEngine"),
+    "endpoint.text": Plugin("roundhouse.generation.openai_engine:TextEngine"),
+    "weight_transport.store": Plugin("roundhouse.weight_sync.base:CheckpointTransport"),
+    "weight_transport.shared-memory": Plugin("roundhouse.weight_sync.shared_memory:SharedMemoryTransport"),
+    "weight_transport.delta": Plugin("roundhouse.weight_sync.delta:DeltaTransport"),
+    "weight_transport.adapter": Plugin("roundhouse.weight_sync.adapter:AdapterTransport"),
+    "weight_transport.transfer": Plugin("roundhouse.weight_sync.transfer:TransferTransport"),
+    "weight_transport.trainer": Plugin("roundhouse.generation.trainer_engine:TrainersWeights"),
+    "launcher.subprocess": Plugin("roundhouse.launch.subprocesses:SubprocessLauncher"),
+    "launcher.ray": Plugin("roundhouse.launch.ray_actors:RayLauncher"),
+    "launcher.kubernetes": Plugin("roundhouse.launch.kubernetes_jobs:KubernetesLauncher"),
+    "sink.mlflow": Plugin("roundhouse.tracking.tracker:open_tracker"),
+    "sink.json_lines": Plugin("roundhouse.tracking.sinks:JsonLinesSink"),
+    "sink.tensorboard": Plugin("roundhouse.tracking.sinks:TensorBoardSink"),
+    "sink.wandb": Plugin("roundhouse.tracking.sinks:WandbSink"),
+    "sink.trackio": Plugin("roundhouse.tracking.sinks:TrackioSink"),
+}
+"""From `role.name` to the plug-in, in the order of the reference page."""

@@ -1,0 +1,256 @@
+"""Code of the user's own that blocks: its rollout ends by its limit, the others are not touched."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roundhouse.compat.nexrl import EvaluationRunResult, Evaluator
+from roundhouse.compat.nexrl.client import WorkerClient
+from roundhouse.config.environments import CommandEnvironment, CustomEnvironment, Rubric, WorkerEnvironment
+from roundhouse.config.models import EnvironmentConfig
+from roundhouse.environments.base import task_row
+from roundhouse.rollout import environment_process
+from roundhouse.rollout.agents import run_rollout
+from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient, open_environment
+from roundhouse.rollout.plan import plan_rollouts
+from roundhouse.trajectories.records import FailureKind, Rollout, Status
+from tests import fork_server
+from tests.gym.blocking_workers import Player
+from tests.gym.blocking_world import Blocking, Later, Unordered, Unshowable, score
+from tests.gym.collecting import collect
+from tests.gym.counter import Counter, counter_row
+from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, comparable, rollout_config, says, spec_of
+from tests.gym.test_environment_clients import anything
+from tests.gym.worlds import Mountain, climb_row
+
+pytestmark = pytest.mark.real
+
+WORLD = "tests.gym.blocking_world"
+POLICY = ScriptedPolicy(by_turn(calls(("wait", {})), says("done")))
+
+
+def hosted(target: type) -> CustomEnvironment:
+    return CustomEnvironment(kind="custom", target=f"{target.__module__}:{target.__name__}")
+
+
+def environment_processes() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    children = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+    return [each.pid for each in children if "roundhouse.environments.host" in " ".join(each.cmdline())]
+
+
+async def play(rows: list[tuple[str, str]], **limits: float) -> dict[str, list[Rollout]]:
+    """Two rollouts of each row (how, where) and four that do not block, by the name of their task."""
+    world = Blocking()
+    tasks = [world.row(how, where) for how, where in rows] + [world.row(""), world.row("", "tool")]
+    config = rollout_config(retry={"attempts": 1}, **limits)
+    async with open_environment(hosted(Blocking)) as environment:
+        rollouts = await collect(plan_rollouts(tasks, 2, 0, 0), POLICY, environment, config, SAMPLING)
+    assert not environment_processes()
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.task["task_id"], []).append(rollout)
+    for name in ("verify-fine", "tool-fine"):
+        assert [each.reward for each in found.pop(name)] == [1.0, 1.0]
+    return found
+
+
+@pytest.mark.parametrize(("how", "where", "limit"), [("sleep", "verify", "rollout"), ("loop", "tool", "tool")])
+async def test_a_call_that_blocks_a_thread_ends_by_its_limit_and_no_other_rollout_fails(how, where, limit):
+    key = "timeout_seconds" if limit == "rollout" else "tool_timeout_seconds"
+    found = await play([(how, where)], **{key: 5.0})
+    for rollout in found[f"{where}-{how}"]:
+        assert rollout.failure_code == f"{limit}_timeout"
+        assert "stands at" in rollout.failure_detail
+        assert "blocking_world.py:" in rollout.failure_detail
+        assert "in block" in rollout.failure_detail
+
+
+async def test_a_call_that_holds_the_interpreters_lock_costs_its_rollout_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
+    found = await play([("regex", "tool")])
+    for rollouts in found.values():
+        for rollout in rollouts:
+            assert (rollout.failure_code, rollout.attempt) == ("environment_blocked", 1)
+            assert "blocking_world.py:" in rollout.failure_detail
+
+
+class Exact(Evaluator):
+    """An evaluator of a worker."""
+
+    def evaluate(self, data: dict[str, Any], target: Any) -> EvaluationRunResult:
+        return EvaluationRunResult(score(data, []))
+
+
+def judged_by(kind: str, directory: Path) -> EnvironmentConfig:
+    """An environment whose code of this kind blocks if a row names a way."""
+    rows = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "regex", "sleep")]
+    if kind == "rubric":
+        rubric = {"criteria": {"mine": {"function": f"{WORLD}:score"}}, "own_weight": 0}
+        return CustomEnvironment(kind="custom", target=f"{WORLD}:Plain", rubric=Rubric.model_validate(rubric))
+    file = directory / "rows.jsonl"
+    if kind == "command":
+        rows = [{**task_row("x", task_id=row["task_id"]), "how": row["how"]} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "evaluator":
+        fields: dict[str, Any] = {"worker": "simple", "evaluator": f"{__name__}:Exact", "train_data": str(file)}
+        return WorkerEnvironment.model_validate({"kind": "worker", **fields})
+    if kind in ("Player", "PlainPlayer"):
+        fields = {"worker": f"{Player.__module__}:{kind}", "train_data": str(file)}
+        return WorkerEnvironment.model_validate({"kind": "worker", **fields})
+    program = directory / "agent.py"
+    program.write_text(PROGRAM)
+    fields = {"command": [sys.executable, str(program)], "verifier": f"{WORLD}:judge", "train_tasks": str(file)}
+    return CommandEnvironment.model_validate({"kind": "command", **fields})
+
+
+PROGRAM = """
+import json, os, urllib.request
+body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["rubric", "command", "evaluator", "Player", "PlainPlayer"])
+async def test_code_that_judges_or_plays_and_blocks_costs_its_rollout_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
+    config = rollout_config(retry={"attempts": 1}, timeout_seconds=8.0)  # a new process starts in this time
+    async with open_environment(judged_by(kind, tmp_path)) as environment:
+        specs = plan_rollouts(environment.tasks("train"), 1, 0, 0)
+        rollouts = await collect(specs, ScriptedPolicy(by_turn(says("done"))), environment, config, SAMPLING)
+    assert not environment_processes()
+    codes = {each.group_id: each.failure_code for each in rollouts}
+    assert codes == {"fine": "", "regex": "environment_blocked", "sleep": "rollout_timeout"}
+    assert [each.reward for each in rollouts if each.group_id == "fine"] == [1.0]
+    assert all("blocking_world.py:" in each.failure_detail for each in rollouts if each.group_id != "fine")
+
+
+async def test_rollouts_of_a_worker_in_a_process_of_its_own_are_those_in_this_process(tmp_path: Path):
+    rows = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "nothing", "raises", "again")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"worker": f"{Player.__module__}:Player", "train_data": str(tmp_path / "rows.jsonl")}
+    config = rollout_config(max_turns=4, retry={"attempts": 1})
+    played = []
+    local = WorkerClient(Player, "Player", [{"group_id": row["task_id"], **row, "run_id": 0} for row in rows])
+    hosted = open_environment(WorkerEnvironment.model_validate({"kind": "worker", **fields}))
+    for client in (local, hosted):
+        async with client as environment:
+            specs = plan_rollouts(environment.tasks("train"), 2, 0, 0)
+            played.append(await collect(specs, ScriptedPolicy(anything), environment, config, SAMPLING))
+    assert [comparable(rollout) for rollout in played[0]] == [comparable(rollout) for rollout in played[1]]
+    codes = {each.group_id: each.failure_code for each in played[0]}
+    assert codes == {"fine": "", "nothing": "no_trajectory", "raises": "worker_failed", "again": "verifier_failed"}
+
+
+async def test_code_that_a_rollout_left_behind_asks_for_nothing_more(tmp_path: Path):
+    file = tmp_path / "answer"
+    row = {"how": "late", "prompt": "x", "task_id": "late", "file": str(file)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    fields = {"worker": f"{Player.__module__}:Player", "train_data": str(tmp_path / "rows.jsonl")}
+    async with open_environment(WorkerEnvironment.model_validate({"kind": "worker", **fields})) as environment:
+        [spec] = plan_rollouts(environment.tasks("train"), 1, 0, 0)
+        policy = ScriptedPolicy(by_turn(says("done")))
+        rollout = await run_rollout(spec, policy, environment, rollout_config(), SAMPLING)
+        async with asyncio.timeout(60):
+            while not file.exists():  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.05)
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 1)
+    assert "the rollout has ended" in file.read_text()
+
+
+async def test_code_that_a_call_left_behind_and_that_holds_the_lock_counts_as_an_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Nobody knows whose it is: without a limit of attempts, its rollout would begin again for ever."""
+    monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
+    [spec] = plan_rollouts([Later().row("")], 1, 0, 0)
+    config = rollout_config(retry={"attempts": 2}, timeout_seconds=30.0)
+    async with open_environment(hosted(Later)) as environment:
+        [rollout] = await collect([spec], POLICY, environment, config, SAMPLING)
+    assert (rollout.failure_code, rollout.attempt) == ("environment_lost", 2)
+
+
+def test_code_in_the_collector_that_holds_the_lock_ends_the_process_with_its_place():
+    code = "from roundhouse.user_code import lock_limit\nfrom tests.gym.blocking_world import block\n"
+    code += "with lock_limit(1.0):\n    block('regex')\n"
+    ended = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGPROF
+    assert "blocking_world.py" in ended.stderr
+    assert "in block" in ended.stderr
+
+
+async def test_an_error_that_cannot_be_shown_fails_its_rollout():
+    [spec] = plan_rollouts([Blocking().row("")], 1, 0, 0)
+    config = rollout_config(retry={"attempts": 1}, timeout_seconds=20.0)
+    async with open_environment(hosted(Unshowable)) as environment:
+        rollout = await run_rollout(spec, POLICY, environment, config, SAMPLING)
+    assert rollout.failure_code == "verifier_failed"
+    assert "raised Mute (to show it raises ValueError)" in rollout.failure_detail
+
+
+async def test_parallel_calls_that_block_are_named_too():
+    world, config = Blocking(), rollout_config(retry={"attempts": 1}, timeout_seconds=2.0, parallel_tool_calls=True)
+    policy = ScriptedPolicy(by_turn(calls(("wait", {}), ("wait", {})), says("done")))
+    [spec] = plan_rollouts([world.row("sleep", "tool")], 1, 0, 0)
+    async with open_environment(hosted(Unordered)) as environment:
+        rollout = await run_rollout(spec, policy, environment, config, SAMPLING)
+    assert rollout.failure_code == "rollout_timeout"
+    assert "blocking_world.py:" in rollout.failure_detail
+
+
+async def test_a_tool_that_quits_or_is_cancelled_from_within_is_a_failure_of_its_code():
+    found = await play([("quit", "tool"), ("cancel", "tool")])
+    for how, error in (("quit", "SystemExit(3)"), ("cancel", "CancelledError()")):
+        for rollout in found[f"tool-{how}"]:
+            assert (rollout.failure_kind, rollout.failure_code) == (FailureKind.DATA, "step_failed")
+            assert f"call_tool raised {error}" in rollout.failure_detail
+
+
+async def test_code_that_ends_its_process_costs_its_rollout_alone():
+    found = await play([("exit", "verify")])
+    assert [each.failure_code for each in found["verify-exit"]] == ["environment_lost"] * 2
+    assert "exit status 3" in found["verify-exit"][0].failure_detail
+
+
+async def test_a_process_with_too_many_stuck_threads_gets_no_more_sessions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_process, "MOST_ABANDONED", 1)
+    config = rollout_config(retry={"attempts": 1}, tool_timeout_seconds=2.0)
+    async with open_environment(hosted(Blocking)) as environment:
+        first = environment_processes()
+        await run_rollout(spec_of(Blocking().row("sleep", "tool")), POLICY, environment, config, SAMPLING)
+        rollout = await run_rollout(spec_of(Blocking().row("")), POLICY, environment, config, SAMPLING)
+        assert rollout.status is Status.COMPLETED
+        second = environment_processes()
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+async def test_rollouts_in_a_process_of_its_own_are_those_in_this_process():
+    rows = [counter_row(f"task {index}") for index in range(8)]
+    rows += [counter_row("x", verdict=kind) for kind in ("mask", "raises", "nan", "text", "infra")]
+    rows += [counter_row("y", seed=kind) for kind in ("raises", "infra")]
+    specs, config = plan_rollouts(rows, 2, seed=1, iteration=0), rollout_config(max_turns=4, retry={"attempts": 1})
+    local = await collect(specs, ScriptedPolicy(anything), LocalEnvironmentClient(Counter()), config, SAMPLING)
+    async with open_environment(hosted(Counter)) as environment:
+        apart = await collect(specs, ScriptedPolicy(anything), environment, config, SAMPLING)
+    assert [comparable(rollout) for rollout in local] == [comparable(rollout) for rollout in apart]
+
+
+async def test_episodes_in_a_process_of_its_own_are_those_in_this_process():
+    rows = [climb_row(f"climb {plan}", plan=plan) for plan in ("", "silent", "raises", "nan")]
+    specs, config = plan_rollouts(rows, 1, seed=1, iteration=0), rollout_config(max_turns=4, retry={"attempts": 1})
+    policy = ScriptedPolicy(by_turn(calls(("look", {})), says("1"), says("2")))
+    local = await collect(specs, policy, LocalEpisodeClient(Mountain()), config, SAMPLING)
+    async with open_environment(hosted(Mountain)) as environment:
+        apart = await collect(specs, policy, environment, config, SAMPLING)
+    assert [comparable(rollout) for rollout in local] == [comparable(rollout) for rollout in apart]

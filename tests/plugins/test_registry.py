@@ -1,0 +1,154 @@
+"""A package of another person adds kinds to a run, and one that is broken disturbs only the runs that name it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from roundhouse import plugins
+from roundhouse.cli import app
+from roundhouse.config.consent import unnamed_code
+from roundhouse.config.kinds import Kinds, kind_of
+from roundhouse.config.loading import parse_config
+from roundhouse.config.models import RunConfig
+from roundhouse.config.reference import page
+from roundhouse.environments import load_any
+from roundhouse.errors import ConfigError
+from roundhouse.rollout.clients import open_environment, verdict_on
+from roundhouse.stages.report import sink_class
+from tests.plugins.packages import MAZE, install
+
+NAMES = {"environment.maze": "rh_maze:MAZE", "sink.log": "rh_maze:LOG"}
+RUN: dict[str, Any] = {
+    "run_id": "r",
+    "environment": {"kind": "maze", "width": 5},
+    "tracking": {"sinks": ["log"]},
+    "evaluation": {"tasks": 1},
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the search path, with the package rh-maze."""
+    site = tmp_path / "site"
+    install(site, "rh-maze", NAMES, {"rh_maze": MAZE})
+    monkeypatch.syspath_prepend(str(site))
+    return site
+
+
+@pytest.mark.usefixtures("site")
+def test_an_installed_package_adds_an_environment_and_a_sink() -> None:
+    config = parse_config(RUN)
+    environment: Any = load_any(config.environment)
+    assert (type(environment).__name__, environment.width) == ("Maze", 5)
+    assert [row["task_id"] for row in open_environment(config.environment).tasks("train")] == ["a", "b"]
+    assert sink_class("log").__name__ == "LogSink"
+    assert unnamed_code(config, []) == {}, "a person installed the code"
+    assert json.loads(config.model_dump_json())["environment"]["width"] == 5
+    assert parse_config(config.model_dump(mode="json")) == config
+    mixture = {"kind": "mixture", "environments": {"m": {"kind": "maze"}, "s": {"kind": "sort"}}}
+    assert parse_config(RUN | {"environment": mixture}).environment.kind == "mixture"
+
+
+@pytest.mark.real
+async def test_a_process_of_its_own_plays_the_environment_of_a_package(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    client: Any = open_environment(parse_config(RUN).environment)
+    async with client:
+        row = client.tasks("train")[0]
+        assert [(await verdict_on(client, row, text)).reward for text in ("north", "south")] == [1.0, 0.0]
+
+
+@pytest.mark.usefixtures("site")
+def test_the_schema_and_the_reference_page_show_the_kinds_of_packages() -> None:
+    assert "MazeSection" in RunConfig.model_json_schema()["$defs"]
+    assert "environment (maze)" in page()
+    assert "Cells of a side." in page()
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"kind": "maze", "wdth": 5}, "environment.wdth: unknown key. Did you mean 'width'?"),
+        ({"kind": "maze", "width": "x"}, "environment.width: Input should be a valid integer"),
+        ({"kind": "maz"}, "environment.kind: 'maz' is unknown. Did you mean 'maze'?"),
+        ({"width": 3}, "environment"),
+    ],
+)
+def test_a_wrong_key_of_a_plugin_is_named_as_of_a_built_in_kind(environment: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(RUN | {"environment": environment})
+    assert text in str(error.value)
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(("width", "code", "text"), [(5, 0, "kind: maze"), (12, 78, "mazes end at 9. Lower it.")])
+def test_a_dry_run_uses_and_checks_the_environment_of_a_package(
+    width: int, code: int, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    tree = RUN | {"environment": {"kind": "maze", "width": width}, "store": str(tmp_path / "store")}
+    file.write_text(yaml.safe_dump(tree))
+    shown = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
+    assert (78 if isinstance(shown.exception, ConfigError) else shown.exit_code) == code
+    assert text in shown.output + str(shown.exception)
+
+
+def test_a_broken_package_is_named_with_a_remedy_by_runs_that_use_it(site: Path) -> None:
+    install(site, "rh-broken", {"environment.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
+    assert parse_config({"run_id": "r"}).environment.kind == "calculator"
+    with pytest.raises(ConfigError) as error:
+        parse_config({"run_id": "r", "environment": {"kind": "hole"}})
+    assert "environment.hole is declared by rh-broken 0.3, which cannot be imported" in str(error.value)
+    assert "no_such_package" in str(error.value)
+    assert "pip uninstall rh-broken" in str(error.value)
+    assert "environment (maze)" in page()
+
+
+def test_a_name_that_two_packages_declare_is_refused_with_both(site: Path) -> None:
+    install(site, "rh-other", {"environment.maze": "rh_maze:MAZE", "environment.sort": "rh_maze:MAZE"}, {}, "2.0")
+    assert parse_config({"run_id": "r", "environment": {"kind": "sort"}}).environment.kind == "sort"
+    with pytest.raises(ConfigError, match=r"declared by rh-(maze 1.0 and rh-other 2.0|other 2.0 and rh-maze 1.0)"):
+        parse_config(RUN)
+    problems = {problem for _, problem in plugins.declarations()}
+    assert any("environment.sort of rh-other 2.0 has no effect: the name is built in" in each for each in problems)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({"environment.x": "rh_odd:NUMBER"}, "is a int, not a roundhouse.plugins.Plugin"),
+        ({"environment.x": "rh_odd:KINDLESS"}, "has no key `kind: Literal['x']`"),
+        ({"judgement.x": "rh_odd:KINDLESS"}, "there is no role 'judgement'"),
+    ],
+)
+def test_a_wrong_declaration_is_listed_with_its_problem(names: dict[str, str], problem: str, site: Path) -> None:
+    source = "from roundhouse.plugins import Plugin\nNUMBER = 1\nKINDLESS = Plugin('json:dumps', 'json:JSONEncoder')\n"
+    install(site, "rh-odd", names, {"rh_odd": source})
+    assert any(problem in each for _, each in plugins.declarations())
+
+
+def test_the_command_lists_plugins_and_fails_for_one_that_cannot_be_used(site: Path) -> None:
+    install(site, "rh-broken", {"environment.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
+    listed = CliRunner().invoke(app, ["plugins", "--json"])
+    assert listed.exit_code == 1
+    problems = {each["plugin"]: each["problem"] for each in json.loads(listed.output)}
+    assert "no_such_package" in problems["environment.hole"]
+    assert problems["environment.maze"] == ""
+    assert "environment.maze  rh-maze 1.0\n" in CliRunner().invoke(app, ["plugins"]).output
+
+
+def test_each_built_in_kind_has_its_section_and_factory() -> None:
+    for key, plugin in plugins.BUILT_IN.items():
+        role, _, name = key.partition(".")
+        assert plugins.factory(role, name) is not None  # type: ignore[arg-type]
+        assert plugin.section is None or plugins.section(role, name) is not None  # type: ignore[arg-type]
+    assert [kind_of(each) for each in Kinds("environment").sections()][:2] == ["calculator", "sort"]

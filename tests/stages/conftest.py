@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def no_resident_trainer() -> Iterator[None]:
+    """Release the trainer that this process keeps between iterations, before and after the test."""
+    from roundhouse.stages.train import release_trainer
+
+    release_trainer()
+    yield
+    release_trainer()
