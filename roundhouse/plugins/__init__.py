@@ -1,8 +1,9 @@
 """The registry of plug-ins: everything that a configuration chooses by the name of its kind.
 
-Invariant: a key `role.name` has one declaration. The core's own table comes first, so that no package changes the meaning of a
-built-in name; then the folders `roundhouse/plugins/<name>/`; then the entry points of installed packages. A declaration is
-strings: it costs no import before a configuration uses it, and a broken package disturbs only the runs that name it.
+Invariant: a key `role.name` has one declaration: in the core's own table, in a folder `roundhouse/plugins/<name>/`, or as an
+entry point of an installed package. A name with two of them is refused, so that no package changes the meaning of a name. A
+declaration is strings: it costs no import before a configuration uses it, and a broken package disturbs only the runs that name
+it.
 
     [project.entry-points."roundhouse.plugins"]       # pyproject.toml of any package
     "environment.maze" = "maze:MAZE"
@@ -99,7 +100,7 @@ def find(role: Role, name: str) -> Plugin:
     """Return the plug-in with a name.
 
     Raises:
-        ConfigError: the name is unknown, two packages declare it, or its package cannot be imported.
+        ConfigError: the name is unknown or declared twice, or its package cannot be imported.
     """
     return _found(role, name)[1]
 
@@ -174,8 +175,6 @@ def declarations() -> Iterator[tuple[Declaration, str]]:
 def _problem(declared: Declaration, role: str, name: str) -> str:
     if role not in ROLES or not name:
         return f"{declared.key}: there is no role {role!r}. Roles: {', '.join(ROLES)}."
-    if declared.key in BUILT_IN:
-        return f"{declared.key} of {declared.package} has no effect: the name is built in. Rename it there."
     try:
         plugin = find(role, name)
         factory(role, name)
@@ -189,9 +188,12 @@ def _problem(declared: Declaration, role: str, name: str) -> str:
 def _found(role: Role, name: str) -> tuple[str, Plugin]:
     """Return a plug-in with its package."""
     key = f"{role}.{name}"
-    if key in BUILT_IN:
-        return "roundhouse", BUILT_IN[key]
     declared = _others().get(key, ())
+    if key in BUILT_IN:
+        if declared:
+            packages = " and ".join(each.package for each in declared)
+            raise ConfigError(f"{key} is built in, and declared by {packages}. Rename it there. {_remedy(packages)}")
+        return "roundhouse", BUILT_IN[key]
     if not declared:
         raise ConfigError(f"there is no {role} {name!r}. There are: {', '.join(names(role))}.")
     if len(declared) > 1:

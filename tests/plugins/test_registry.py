@@ -114,12 +114,24 @@ def test_a_broken_package_is_named_with_a_remedy_by_runs_that_use_it(site: Path)
 
 
 def test_a_name_that_two_packages_declare_is_refused_with_both(site: Path) -> None:
-    install(site, "rh-other", {"environment.maze": "rh_maze:MAZE", "environment.sort": "rh_maze:MAZE"}, {}, "2.0")
-    assert parse_config({"run_id": "r", "environment": {"kind": "sort"}}).environment.kind == "sort"
+    install(site, "rh-other", {"environment.maze": "rh_maze:MAZE"}, {}, "2.0")
     with pytest.raises(ConfigError, match=r"declared by rh-(maze 1.0 and rh-other 2.0|other 2.0 and rh-maze 1.0)"):
         parse_config(RUN)
-    problems = {problem for _, problem in plugins.declarations()}
-    assert any("environment.sort of rh-other 2.0 has no effect: the name is built in" in each for each in problems)
+
+
+def test_a_built_in_name_that_a_package_declares_is_refused_with_the_package(site: Path) -> None:
+    install(site, "rh-other", {"environment.sort": "rh_maze:MAZE", "sink.mlflow": "rh_maze:LOG"}, {}, "2.0")
+    text = r"environment.sort is built in, and declared by rh-other 2.0. Rename it there. .*pip uninstall rh-other"
+    with pytest.raises(ConfigError, match=text):
+        parse_config({"run_id": "r", "environment": {"kind": "sort"}})
+    with pytest.raises(ConfigError, match=r"sink\.mlflow is built in"):
+        plugins.factory("sink", "mlflow")
+    assert parse_config({"run_id": "r", "environment": {"kind": "lookup"}}).environment.kind == "lookup"
+    problems = [problem for declared, problem in plugins.declarations() if declared.package == "rh-other 2.0"]
+    assert [problem.partition(",")[0] for problem in problems] == [
+        "environment.sort is built in",
+        "sink.mlflow is built in",
+    ]
 
 
 @pytest.mark.parametrize(
