@@ -63,6 +63,7 @@ def renamed_in(tree: Tree) -> list[str]:
 
 def translated(tree: Tree) -> Tree:
     """The configuration under today's names; itself when it is written in them."""
+    tree = _synchronous(tree)
     old_names = list(_found(tree))
     if not old_names:
         return tree
@@ -90,6 +91,14 @@ def _found(tree: Tree) -> Iterator[tuple[Renamed, Any, Any]]:
         new = rename.values.get(old, old) if isinstance(old, str) else old
         if rename.new != rename.old or new != old:
             yield rename, old, new
+
+
+def _synchronous(tree: Tree) -> Tree:
+    """Return the configuration with `sync` for the modes that were accepted with staleness 0, and were sync with it."""
+    asynchrony = _section(tree, ["asynchrony"]) or {}
+    if asynchrony.get("mode") not in ("fully-async", "windowed") or asynchrony.get("staleness", 0) != 0:
+        return tree
+    return {**tree, "asynchrony": {**asynchrony, "mode": "sync"}}
 
 
 def _section(tree: Any, parents: list[str]) -> Tree | None:

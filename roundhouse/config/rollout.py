@@ -338,7 +338,8 @@ class Asynchrony(Section):
     same bound, but rollouts never wait for weights; those that begin during a transfer start on the new ones.
     windowed: as batch-async, and a step trains on the oldest finished groups among the oldest `window`."""
     staleness: Annotated[int, Field(ge=0)] = 0
-    """The oldest age that is trained on, in policy versions. 0 is sync, whatever the mode."""
+    """The oldest age that is trained on, in policy versions. batch-async with 0 is sync; fully-async and windowed need 1
+    or more."""
     window: PositiveInt = 1
     """windowed only: a step may choose among so many of the oldest groups. That costs age: `staleness` must be at least
     1 + ceil((window - 1) / groups of an iteration)."""
@@ -355,6 +356,11 @@ class Asynchrony(Section):
             raise ValueError(
                 f"staleness is {self.staleness}, but mode sync trains on nothing older than its own version. Set staleness to "
                 "0, or mode to batch-async."
+            )
+        if self.mode in ("fully-async", "windowed") and self.staleness == 0:
+            raise ValueError(
+                f"staleness is 0, with which every rollout waits for the newest weights, but mode is {self.mode}. Set "
+                "staleness to 1 or more, or mode to sync."
             )
         if self.window > 1 and self.mode != "windowed":
             raise ValueError(f"window is {self.window}, but mode is {self.mode}. Set mode to windowed, or window to 1.")

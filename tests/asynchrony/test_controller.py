@@ -320,6 +320,8 @@ def test_a_state_of_another_schema_is_refused():
         ({"mode": "windowed", "window": 2, "staleness": 1}, "window is 2 and staleness 1"),
         ({"mode": "batch-async", "staleness": 1, "ready": "loaded_batch_finished"}, "ready is loaded_batch_finished"),
         ({"mode": "fully-async", "staleness": 1, "refit": "drain"}, "refit is drain"),
+        ({"mode": "fully-async"}, "staleness is 0, .*mode is fully-async. Set staleness to 1 or more, or mode to sync"),
+        ({"mode": "windowed"}, "staleness is 0, .*mode is windowed"),
     ],
 )
 def test_what_cannot_hold_the_bound_is_refused(settings, words):
@@ -352,7 +354,7 @@ class AnyOrder(RuleBasedStateMachine):
         if mode == "windowed":
             staleness, asked = max(2, staleness), asked | {"window": min(window, groups + 1)}
         else:
-            asked |= {"rounds": rounds}
+            staleness, asked = max(int(mode == "fully-async"), staleness), asked | {"rounds": rounds}
         self.terms = terms(
             mode, 0 if mode == "sync" else staleness, groups=groups, group_size=size, iterations=4, every=every, **asked
         )

@@ -105,6 +105,12 @@ def test_the_guides_minimal_configuration_is_a_run_of_made_up_items() -> None:
     assert (config.asynchrony.mode, config.train.algorithm.kind, config.iterations) == ("sync", "grpo", 5)
 
 
+def test_batch_async_without_a_threshold_is_the_sync_that_it_is_in_nexrl() -> None:
+    tree = copy.deepcopy(GUIDE) | {"weight": {"sync_mode": "batch-async", "staleness_threshold": 0}}
+    asynchrony = parse_config(tree).asynchrony
+    assert (asynchrony.mode, asynchrony.staleness) == ("batch-async", 0)
+
+
 def test_all_keys_without_a_counterpart_are_in_one_list_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     tree = copy.deepcopy(GUIDE) | {"logger": {"backend": "feishu"}, "launch_mode": "slurm", "algorithm": {"gamma": 0.9}}
     tree["data"] |= {"type": "redis", "api_key": "hush"}

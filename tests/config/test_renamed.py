@@ -55,6 +55,13 @@ def test_all_old_names_of_a_file_and_its_overrides_are_named_at_once(tmp_path: P
     ]
 
 
+def test_a_stored_mode_that_was_sync_by_its_staleness_is_read_as_sync() -> None:
+    stored = {"run_id": "r", "asynchrony": {"mode": "fully-async", "staleness": 0}}
+    assert parse_config(translated(stored)).asynchrony.mode == "sync"
+    stale = {"run_id": "r", "asynchrony": {"mode": "fully-async", "staleness": 1}}
+    assert translated(stale) == stale
+
+
 def test_todays_names_are_left_alone() -> None:
     tree = parse_config({"run_id": "r"}).model_dump(mode="json")
     assert renamed_in(tree) == []

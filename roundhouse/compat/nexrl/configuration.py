@@ -401,7 +401,7 @@ def _read_weight(result: Translation) -> None:
     if mode not in (None, "sync", "fully-async", "batch-async"):
         result.refuse("weight.sync_mode", "Set it to sync, fully-async or batch-async.")
     elif mode in ("fully-async", "batch-async"):
-        if not threshold:
+        if mode == "fully-async" and not threshold:
             remedy = "Set it to 1 or more: a rollout's age is bounded in every mode here, and 0 would be sync."
             result.refuse("weight.staleness_threshold", remedy)
         put("asynchrony.mode", mode, "weight.sync_mode")
