@@ -7,6 +7,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 REAL_WORKERS ?= 4
+LONG_WORKERS ?= 3
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
@@ -44,7 +45,7 @@ down: setup ## end them and everything they started
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 # PYTEST_ARGS selects across the tiers. Quick tests wait for servers two fifths of their time, so two cores serve three workers;
-# the other tests wait half of theirs.
+# real ones wait half of theirs. Long tests start engines and ranks, which compute: a fourth worker would slow each start.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest
 ALL_TIERS = -m "" $(PYTEST_ARGS)
 
@@ -55,7 +56,7 @@ test-real: setup ## the other tests on real services: vLLM, Ray Serve, Prefect, 
 	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),-m "real and not smoke and not long" --workers $(REAL_WORKERS))
 
 test-long: setup ## slow tests, printed one by one: stories, chaos, every benchmark and make target, README's commands
-	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(REAL_WORKERS))
+	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(LONG_WORKERS))
 
 contracts: setup ## install the foreign packages of tests/contracts/packages.txt and test against them (CONTRACTS="nemo-gym-0.7.0")
 	@$(BIN)/python tools/contract_environments.py $(CONTRACTS)
