@@ -59,14 +59,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_machines, trainer_makes_room
 from roundhouse.config.rollout import Asynchrony, InProcessCollection, JobShards, ProcessShards
-from roundhouse.config.training import (
-    ProcessService,
-    RankedService,
-    RayService,
-    RemoteService,
-    ResidentService,
-    TinkerService,
-)
+from roundhouse.config.training import ProcessService, RankedService, RayService, ResidentService
 from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +91,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
     _endpoint(config)
     _refits(config, recorded=recorded)
     _placement(config)
-    _tinker(config)
+    _train_service(config)
     if not recorded:
         _ray_launcher(config)
         _trainer_launcher(config)
@@ -305,7 +298,7 @@ def _optimizer_every(config: RunConfig) -> None:
         )
     if every == 1:
         return
-    if isinstance(service, ProcessService):
+    if service.runs_whole_steps:
         raise ValueError(
             f"checkpoint.optimizer_every is {every}, but train.service.kind is process: each step begins from the store and "
             "needs the optimizer's state there. Set optimizer_every to 1, or kind to resident, ray or remote."
@@ -471,31 +464,9 @@ def _refits(config: RunConfig, *, recorded: bool) -> None:
         )
 
 
-def _tinker(config: RunConfig) -> None:
-    """Refuse settings that a service with its own weights cannot support."""
-    if not isinstance(config.train.service, TinkerService):
-        return
-    temperature, every = config.generation.sampling.temperature, config.checkpoint.optimizer_every
-    for unfit, what, remedy in (
-        (
-            config.generation.backend != "tinker" and (config.offline is None or config.offline.evaluate),
-            f"whose weights stay there, but generation.backend is {config.generation.backend}",
-            "Set generation.backend to tinker, or train on collected datasets, offline: {datasets: […], evaluate: false}",
-        ),
-        (
-            temperature != 1,
-            f"but generation.sampling.temperature is {temperature}",
-            "It computes at temperature 1 alone",
-        ),
-        (config.train.lora is not None, "but train.lora is set", "Set train.service.lora_rank instead"),
-        (
-            every != 1,
-            f"which keeps the optimizer with the weights, but checkpoint.optimizer_every is {every}",
-            "Set it to 1",
-        ),
-    ):
-        if unfit:
-            raise ValueError(f"train.service.kind is tinker, {what}. {remedy}.")
+def _train_service(config: RunConfig) -> None:
+    """Refuse settings that the train service does not support."""
+    config.train.service.check_run(config)
 
 
 def _placement(config: RunConfig) -> None:
@@ -512,7 +483,7 @@ def _placement(config: RunConfig) -> None:
             f"{_set(config)}, but with infra.kind kubernetes trainer and engine are in pods, which manifests place. Leave the "
             "section placement out, and use node selectors (infra.trainer.node_selector, the RayService's pods)."
         )
-    if isinstance(config.train.service, RemoteService | TinkerService):
+    if config.train.service.is_elsewhere:
         raise ValueError(
             f"{_set(config)}, but train.service.kind is {config.train.service.kind}: the server is where it was started, and "
             "keeps its memory. Set train.service.kind to resident, process or ray, or leave the section placement out."

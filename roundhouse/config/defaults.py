@@ -14,7 +14,7 @@ from typing import Any
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.section import Section
-from roundhouse.config.training import TinkerService, WarmStartPolicy
+from roundhouse.config.training import WarmStartPolicy
 
 POLICY_RATE = "train.optimizer.learning_rate"
 CRITIC_RATE = "train.algorithm.critic.optimizer.learning_rate"
@@ -47,7 +47,7 @@ def default_rates(config: RunConfig) -> Rates:
     """Return the default learning rates of a run's policy."""
     if isinstance(config.policy, WarmStartPolicy):
         return OWN
-    return ADAPTER if config.train.lora is not None or isinstance(config.train.service, TinkerService) else FULL
+    return ADAPTER if config.train.lora is not None or config.train.service.holds_one_adapter else FULL
 
 
 def with_default_rates(config: RunConfig) -> RunConfig:

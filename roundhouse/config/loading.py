@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from roundhouse import plugins
 from roundhouse.config.checks import refuse_unsound, with_correction
 from roundhouse.config.defaults import with_default_rates
 from roundhouse.config.kinds import Kinds
@@ -30,7 +30,6 @@ from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED, operational_keys
 from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
-from roundhouse.imports import load_function
 from roundhouse.shipped import shipped
 
 
@@ -68,24 +67,21 @@ def load_tree(tree: dict[str, Any], overrides: typing.Sequence[str], origin: str
     return parse_config(tree, origin=origin)
 
 
-FOREIGN = (
-    "roundhouse.compat.nexrl.configuration:translate_configuration",
-    "roundhouse.compat.nemo_rl.configuration:translate_configuration",
-)
-"""Functions of (tree, origin) that return the configuration of another system in the keys of this one, or None."""
-
-
 def _translated(tree: dict[str, Any], origin: str) -> dict[str, Any] | None:
-    """Return a configuration of another system in the keys of this one; None if it is not one.
+    """Return a configuration of another system in the keys of this one; None if no translator knows it.
 
     Raises:
         ConfigError: lists the keys without a counterpart.
     """
-    if not importlib.util.find_spec("roundhouse.compat"):
-        return None
-    translators = (load_function(target, "a configuration's translator") for target in FOREIGN)
-    trees = (translate(tree, origin) for translate in translators)
-    return next((translated for translated in trees if translated is not None and translated != tree), None)
+    for name in plugins.names("translator"):
+        try:
+            translate = plugins.factory("translator", name)
+        except ConfigError:  # a broken package must not hide the fault of the configuration
+            continue
+        translated: dict[str, Any] | None = translate(tree, origin)
+        if translated is not None and translated != tree:
+            return translated
+    return None
 
 
 def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, recorded: bool = False) -> RunConfig:

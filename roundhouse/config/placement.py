@@ -20,7 +20,7 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import LocalInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
 from roundhouse.config.section import Section
-from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
+from roundhouse.config.training import ProcessService, RankedService, RayService, ResidentService
 
 if TYPE_CHECKING:
     from roundhouse.config.generation import GenerationConfig
@@ -212,12 +212,10 @@ def _trainer(config: RunConfig) -> RolePlacement:
         cluster = service.address or "the flow's Ray cluster, else a local one"
         ranks = f" with {service.processes} ranks" if service.processes > 1 else ""
         return RolePlacement("trainer", f"an actor{ranks} on {cluster}", service.gpus)
-    if isinstance(service, RemoteService):
-        return RolePlacement("trainer", f"a server at {service.url}")
-    if isinstance(service, TinkerService):
-        return RolePlacement("trainer", service.url or "Tinker")
+    if service.is_elsewhere:
+        return RolePlacement("trainer", service.place)
     lifetime = "" if trainer_makes_room(config) else ", kept between iterations"
-    if service.processes > 1:
+    if isinstance(service, RankedService) and service.processes > 1:
         sharing, replicas = service.context_parallel * service.tensor_parallel, service.data_parallel_replicate
         shared = "" if sharing == 1 else f", {sharing} to a microbatch"
         replica_text = "" if replicas == 1 else f" in {replicas} replicas"

@@ -7,11 +7,12 @@ every kind writes the same weights, bit for bit.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
 from roundhouse.config.algorithms import AlgorithmConfig, GRPOConfig, OptimizerConfig
+from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import VariableName
 from roundhouse.config.section import (
     Code,
@@ -26,6 +27,9 @@ from roundhouse.config.section import (
     Section,
     is_recorded,
 )
+
+if TYPE_CHECKING:
+    from roundhouse.config.models import RunConfig
 
 
 class TemplatedPolicy(Section):
@@ -86,7 +90,37 @@ PolicyConfig = Annotated[PretrainedPolicy | BundledPolicy | WarmStartPolicy, Fie
 TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
 
 
-class RankedService(Section):
+class ServiceSection(Section):
+    """Base of every kind of train service."""
+
+    if TYPE_CHECKING:
+        kind: str
+    runs_whole_steps: ClassVar[bool] = False
+    """A program runs each step from the store to the store; the service has no verbs, and keeps nothing between steps."""
+    is_elsewhere: ClassVar[bool] = False
+    """A server that was started elsewhere and keeps its memory."""
+    holds_one_adapter: ClassVar[bool] = False
+    """The service trains an adapter of its own model, and no second model such as a critic."""
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Return whether the training step takes memory of the flow's machine."""
+        return False
+
+    @property
+    def place(self) -> str:
+        """Return where a service that is elsewhere trains, for the plan of a run."""
+        return f"the train service {self.kind}"
+
+    def check_run(self, config: RunConfig) -> None:
+        """Refuse settings of the run that the service does not support.
+
+        Raises:
+            ValueError: names key, value and remedy.
+        """
+
+
+class RankedService(ServiceSection):
     """Common part of kinds that may train in several processes."""
 
     processes: PositiveInt = 1
@@ -169,16 +203,25 @@ class ResidentService(RankedService):
     `kubernetes`, so many in each pod of `infra.trainer`; `ray`, so many on each node of `infra.ray.trainer`; or
     `module:Class`."""
 
+    @property
+    def is_on_this_machine(self) -> bool:
+        return self.launcher in (None, "subprocess")
+
 
 class ProcessService(RankedService):
     """A process for each step, as a Kubernetes Job runs it; it reads from the store and writes to it."""
 
+    runs_whole_steps: ClassVar[bool] = True
     kind: Literal["process"] = "process"
     timeout_seconds: PositiveFloat = 3600
     """Time limit of a step; the process is ended after it."""
     launcher: LauncherName | None = None
     """Launcher of the process: `subprocess`, `ray`, `kubernetes` or `module:Class`. Unset: `kubernetes` if
     `infra.kind` is that, else `subprocess`."""
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        return self.launcher in (None, "subprocess")
 
 
 class RayService(RankedService):
@@ -203,9 +246,10 @@ class RayService(RankedService):
         )
 
 
-class RemoteService(Section):
+class RemoteService(ServiceSection):
     """A server over HTTP (`roundhouse train-server`)."""
 
+    is_elsewhere: ClassVar[bool] = True
     kind: Literal["remote"] = "remote"
     url: Endpoint[Annotated[str, Field(pattern=r"^https?://\S+$")]]
     token_variable: VariableName = TOKEN_VARIABLE
@@ -217,11 +261,17 @@ class RemoteService(Section):
     retry_seconds: Annotated[float, Field(ge=0)] = 120
     """Time during which a request without an answer is repeated."""
 
+    @property
+    def place(self) -> str:
+        return f"a server at {self.url}"
 
-class TinkerService(Section):
+
+class TinkerService(ServiceSection):
     """Tinker's API (thinkingmachines.ai), or another that speaks it: an adapter on a model of the service's. Weights stay
     there, so that rollouts are drawn there too (`generation.backend: tinker`). Needs the package tinker."""
 
+    is_elsewhere: ClassVar[bool] = True
+    holds_one_adapter: ClassVar[bool] = True
     kind: Literal["tinker"]
     base_model: str
     """By the service's name, such as Qwen/Qwen3-8B. `policy.path` is its Hugging Face directory here."""
@@ -235,10 +285,35 @@ class TinkerService(Section):
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one request, its wait in the service's queue included."""
 
+    @property
+    def place(self) -> str:
+        return self.url or "Tinker"
 
-TrainServiceConfig = Annotated[
-    ResidentService | ProcessService | RayService | RemoteService | TinkerService, Field(discriminator="kind")
-]
+    def check_run(self, config: RunConfig) -> None:
+        temperature, every = config.generation.sampling.temperature, config.checkpoint.optimizer_every
+        for unfit, what, remedy in (
+            (
+                config.generation.backend != "tinker" and (config.offline is None or config.offline.evaluate),
+                f"whose weights stay there, but generation.backend is {config.generation.backend}",
+                "Set generation.backend to tinker, or train on collected datasets, offline: {datasets: […], evaluate: false}",
+            ),
+            (
+                temperature != 1,
+                f"but generation.sampling.temperature is {temperature}",
+                "It computes at temperature 1 alone",
+            ),
+            (config.train.lora is not None, "but train.lora is set", "Set train.service.lora_rank instead"),
+            (
+                every != 1,
+                f"which keeps the optimizer with the weights, but checkpoint.optimizer_every is {every}",
+                "Set it to 1",
+            ),
+        ):
+            if unfit:
+                raise ValueError(f"train.service.kind is tinker, {what}. {remedy}.")
+
+
+TrainServiceConfig = Annotated[ServiceSection, Kinds("train_service")]
 
 
 class LoraConfig(Section):
@@ -354,10 +429,11 @@ class TrainConfig(Section):
         kind = self.algorithm.kind
         if self.algorithm.critic_section is None or is_recorded(info):
             return self
-        if isinstance(self.service, TinkerService):
+        if self.service.holds_one_adapter:
             raise ValueError(
-                f"train.algorithm.kind is {kind}, which trains a critic, but train.service.kind is tinker, which holds one "
-                "model. Set train.algorithm.kind to grpo or rloo, or train.service.kind to resident, process, ray or remote."
+                f"train.algorithm.kind is {kind}, which trains a critic, but train.service.kind is {self.service.kind}, which "
+                "holds one model. Set train.algorithm.kind to grpo or rloo, or train.service.kind to resident, process, ray or "
+                "remote."
             )
         if (tensor := self.parallelism["tensor_parallel"]) > 1:
             raise ValueError(

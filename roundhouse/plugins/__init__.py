@@ -59,7 +59,9 @@ Role = Literal[
     "launcher",
     "sink",
     "stage_hook",
+    "train_service",
     "judge",
+    "translator",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 

@@ -44,6 +44,10 @@ def _curriculum(section: str, factory: str) -> Plugin:
     return Plugin(f"roundhouse.rollout.plan:{factory}", f"roundhouse.config.rollout:{section}")
 
 
+def _train_service(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.launch.train_services:{factory}", f"roundhouse.config.training:{section}Service")
+
+
 BUILT_IN: Mapping[str, Plugin] = {
     "environment.calculator": _included("Calculator", "calculator:Calculator"),
     "environment.sort": _included("Sort", "single_turn:Sort"),
@@ -104,6 +108,11 @@ BUILT_IN: Mapping[str, Plugin] = {
     "launcher.subprocess": Plugin("roundhouse.launch.subprocesses:SubprocessLauncher"),
     "launcher.ray": Plugin("roundhouse.launch.ray_actors:RayLauncher"),
     "launcher.kubernetes": Plugin("roundhouse.launch.kubernetes_jobs:KubernetesLauncher"),
+    "train_service.resident": _train_service("Resident", "open_resident"),
+    "train_service.process": _train_service("Process", "refuse_process"),
+    "train_service.ray": _train_service("Ray", "open_ray"),
+    "train_service.remote": _train_service("Remote", "open_remote"),
+    "train_service.tinker": _train_service("Tinker", "open_tinker"),
     "sink.mlflow": Plugin("roundhouse.tracking.tracker:open_tracker"),
     "sink.json_lines": Plugin("roundhouse.tracking.sinks:JsonLinesSink"),
     "sink.tensorboard": Plugin("roundhouse.tracking.sinks:TensorBoardSink"),

@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import JudgePrice
-from roundhouse.config.training import ProcessService
 from roundhouse.errors import BudgetReached, ConfigError, StoreError
 from roundhouse.rollout.rubric import COMPLETION_TOKENS, PREFIXES, PROMPT_TOKENS
 from roundhouse.store.lease import all_drivers
@@ -131,7 +130,7 @@ def iteration_cost(
     engine = config.generation.replicas * config.generation.gpus_per_replica
     train = manifests.get(StageKind.TRAIN)
     in_stage = 0.0 if train is None else train.finished_at - train.started_at
-    trainer_seconds = in_stage if isinstance(config.train.service, ProcessService) else seconds
+    trainer_seconds = in_stage if config.train.service.runs_whole_steps else seconds
     gpu_seconds = engine * seconds + config.cost.trainer_gpus * trainer_seconds
     cpu_seconds = sum(manifest.resources.get("cpu_seconds", 0.0) for manifest in stages)
     prices = config.cost.prices

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roundhouse.activity import announce
 from roundhouse.config.models import BundledPolicy, WarmStartPolicy
-from roundhouse.config.training import ProcessService, ResidentService
+from roundhouse.config.training import ResidentService
 from roundhouse.environments import demonstrating
 from roundhouse.errors import ConfigError
 from roundhouse.policy.gguf import gguf_file
@@ -78,7 +78,7 @@ def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: s
     assert fork.parent is not None, "only a fork adopts"
     parent = load_run(origin.uri.rsplit("/runs/", 1)[0], fork.parent.run_id)
     service = fork.config.train.service
-    here = {"service": ResidentService() if isinstance(service, ProcessService) else service}
+    here = {"service": ResidentService() if service.runs_whole_steps else service}
     train = parent.config.train.model_copy(update=here | {"threads": fork.config.train.threads})
     machine = {"train": train, "infra": fork.config.infra, "placement": fork.config.placement}
     parent = replace(parent, config=parent.config.model_copy(update=machine))

@@ -31,7 +31,7 @@ from roundhouse.config.generation import Endpoint, training_endpoints, weight_up
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
-from roundhouse.config.training import ProcessService, ResidentService, TemplatedPolicy
+from roundhouse.config.training import TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
 from roundhouse.environments import (
     check_sandboxes,
@@ -491,8 +491,8 @@ def refuse_unfit_memory(config: RunConfig) -> None:
     Raises:
         ConfigError: with the plan, and the settings that fit.
     """
-    train, policy, service = config.train, config.policy, config.train.service
-    if not isinstance(service, ResidentService | ProcessService) or service.launcher not in (None, "subprocess"):
+    train, policy = config.train, config.policy
+    if not train.service.is_on_this_machine:
         return
     if not isinstance(config.infra, LocalInfra) or not train.check_memory:
         return
@@ -505,7 +505,7 @@ def refuse_unfit_memory(config: RunConfig) -> None:
             return
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = available_memory() // service.processes
+        memory = available_memory() // getattr(train.service, "processes", 1)
         if _BYTES_OF_A_STEP * sum(file.stat().st_size for file in source.local_path.glob("*.safetensors")) < memory:
             return
     try:

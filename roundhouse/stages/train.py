@@ -25,16 +25,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from roundhouse import plugins
 from roundhouse.activity import announce
 from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.models import TrainConfig
-from roundhouse.config.placement import engine_sleeps, has_ranks, trainer_launcher, trainer_makes_room
-from roundhouse.config.secrets import read_secret
-from roundhouse.config.training import ProcessService, RayService, RemoteService, ResidentService, TinkerService
+from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_makes_room
+from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.cpu import attribute_to_this_stage, clock, take_seconds
 from roundhouse.errors import ConfigError, DataError, InfraError, OutOfMemory
 from roundhouse.health.policy import typed
@@ -114,7 +114,7 @@ def train_iteration(
     attempt.charge(wait_for_state())
     waited = time.monotonic() - began
     with _turn(run, base) as asleep:
-        if isinstance(run.config.train.service, ProcessService):
+        if run.config.train.service.runs_whole_steps:
             result, columns = _in_process(run, iteration, sequences, base, cache, say, attempt.name)
         else:
             result, columns = _in_service(run, iteration, recorded, base, cache, attempt.name)
@@ -302,7 +302,7 @@ def log_probs_under(
     from roundhouse.training.trainer import Trainer
 
     with _turn(run, base):
-        if isinstance(run.config.train.service, ProcessService):  # has no verbs: computed in this process
+        if run.config.train.service.runs_whole_steps:  # has no verbs: computed in this process
             config = run.config.train.model_copy(update={"service": ResidentService()})
             trainer = Trainer.load(
                 StoredModel.of(base, cache),
@@ -424,8 +424,7 @@ def _in_process(
     from roundhouse.training.service.one_shot import StepSpec, read_result
 
     config, began = run.config, time.monotonic()
-    service = config.train.service
-    assert isinstance(service, ProcessService)
+    service: Any = config.train.service
     origin, since = trained_since_state(base)
     if since:
         raise ConfigError(
@@ -687,7 +686,7 @@ def open_service(
     at: tuple[Run, int] | None = None,
     apart: bool = False,
 ) -> TrainService:
-    """Open the service of `config.service`, to be closed by the caller. All services compute the same.
+    """Open the plug-in that `config.service` names, to be closed by the caller. All services compute the same.
 
     Args:
         owner: owner of the training session; a remote service distinguishes runs by it.
@@ -699,54 +698,9 @@ def open_service(
         ConfigError: the service is one process per step, which has no verbs, or a token cannot be read.
         InfraError: Ray cannot be reached, or ranks do not start.
     """
-    service = config.service
-    if isinstance(service, ResidentService):
-        if has_ranks(service) or apart:
-            from roundhouse.launch.resident_ranks import ResidentRanks
+    from roundhouse.training.service.verbs import Opening
 
-            return ResidentRanks(config, service, owner=owner, temperature=temperature, at=at)
-        from roundhouse.training.service.engine import TrainEngine
-
-        return TrainEngine(config, temperature=temperature)
-    if isinstance(service, RayService):
-        from roundhouse.launch.resident_ranks import open_ranks
-        from roundhouse.training.service.actor import RayTrainService
-
-        return RayTrainService(
-            config, service, temperature=temperature, placement_group=placement_group, open_engine=open_ranks
-        )
-    if isinstance(service, RemoteService):
-        from roundhouse.training.service.client import RemoteTrainService
-
-        return RemoteTrainService(
-            service.url,
-            config,
-            owner=owner,
-            token=read_secret(service.token_variable, service.token_file),
-            temperature=temperature,
-            timeout_seconds=service.timeout_seconds,
-            retry_seconds=service.retry_seconds,
-        )
-    if isinstance(service, TinkerService):
-        return _open_tinker(config, service, owner)
-    assert isinstance(service, ProcessService)
-    raise ConfigError(
-        "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
+    opened: TrainService = plugins.factory("train_service", config.service.kind)(
+        config, Opening(owner, temperature, placement_group, at, apart)
     )
-
-
-def _open_tinker(config: TrainConfig, service: TinkerService, owner: str) -> TrainService:
-    try:
-        from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
-    except ImportError as error:
-        raise ConfigError(
-            f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
-        ) from error
-    return TinkerTrainService(
-        config.optimizer,
-        TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
-        run=owner,
-        base_url=service.url,
-        api_key=read_secret(service.token_variable, service.token_file),
-        timeout_seconds=service.timeout_seconds,
-    )
+    return opened

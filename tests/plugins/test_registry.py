@@ -16,11 +16,13 @@ from roundhouse.config.consent import unnamed_code
 from roundhouse.config.kinds import Kinds, kind_of
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
+from roundhouse.config.placement import placement
 from roundhouse.config.reference import page
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.clients import open_environment, verdict_on
 from roundhouse.stages.report import sink_class
+from roundhouse.stages.train import open_service
 from tests.plugins.packages import MAZE, install
 
 NAMES = {"environment.maze": "rh_maze:MAZE", "sink.log": "rh_maze:LOG"}
@@ -146,6 +148,57 @@ def test_a_wrong_declaration_is_listed_with_its_problem(names: dict[str, str], p
     source = "from roundhouse.plugins import Plugin\nNUMBER = 1\nKINDLESS = Plugin('json:dumps', 'json:JSONEncoder')\n"
     install(site, "rh-odd", names, {"rh_odd": source})
     assert any(problem in each for _, each in plugins.declarations())
+
+
+SERVICE = """
+from typing import ClassVar, Literal
+from roundhouse.config.training import ServiceSection
+from roundhouse.plugins import Plugin
+
+class LentService(ServiceSection):
+    kind: Literal["lent"]
+    is_elsewhere: ClassVar[bool] = True
+    hours: int = 1
+
+    @property
+    def place(self):
+        return f"a machine lent for {self.hours} hours"
+
+    def check_run(self, config):
+        if config.train.lora is not None:
+            raise ValueError("train.service.kind is lent, but train.lora is set. Leave it out.")
+
+def open_lent(config, opening):
+    return (config.service.hours, opening.owner, opening.temperature)
+
+LENT = Plugin(open_lent, LentService)
+"""
+
+
+def test_a_package_adds_a_train_service_with_its_checks_and_its_place(site: Path) -> None:
+    install(site, "rh-lent", {"train_service.lent": "rh_lent:LENT"}, {"rh_lent": SERVICE})
+    config = parse_config({"run_id": "r", "train": {"service": {"kind": "lent", "hours": 3}}})
+    service: Any = open_service(config.train, owner="u", temperature=0.5)
+    assert service == (3, "u", 0.5)
+    [trainer] = [each for each in placement(config) if each.role == "trainer"]
+    assert trainer.where == "a machine lent for 3 hours"
+    assert parse_config(config.model_dump(mode="json")) == config
+    with pytest.raises(ConfigError, match=r"train\.service\.kind is lent, but train\.lora is set"):
+        parse_config({"run_id": "r", "train": {"service": {"kind": "lent"}, "lora": {}}})
+
+
+def test_a_package_translates_the_configuration_of_another_system(site: Path) -> None:
+    source = """
+    from roundhouse.plugins import Plugin
+    def translate(tree, origin):
+        return {"run_id": tree["name"], "iterations": tree["rounds"]} if "rounds" in tree else None
+    ROUNDS = Plugin(translate)
+    """
+    install(site, "rh-rounds", {"translator.rounds": "rh_rounds:ROUNDS"}, {"rh_rounds": source})
+    install(site, "rh-broken", {"translator.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
+    assert parse_config({"name": "r", "rounds": 7}).iterations == 7
+    with pytest.raises(ConfigError, match=r"environment\.kind: 'maz' is unknown"):
+        parse_config({"run_id": "r", "environment": {"kind": "maz"}})
 
 
 def test_the_command_lists_plugins_and_fails_for_one_that_cannot_be_used(site: Path) -> None:

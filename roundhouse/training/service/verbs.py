@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from roundhouse.training.algorithms import LossSettings, TokenColumns
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.loss import Share
+
+if TYPE_CHECKING:
+    from roundhouse.store.run import Run
 
 
 class Role(StrEnum):
@@ -48,6 +51,21 @@ class Role(StrEnum):
     def learns(self) -> bool:
         """Return whether it has an optimizer, whose state is saved."""
         return self is not Role.REFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Arguments of a train service beside the section `train`. A plug-in's factory is called with that section and this."""
+
+    owner: str
+    """Owner of the training session; a service that several runs share distinguishes them by it."""
+    temperature: float = 1.0
+    placement_group: str | None = None
+    """Ray ID of the group whose last bundle holds the trainer."""
+    run_and_iteration: tuple[Run, int] | None = None
+    """For trainers that a launcher starts."""
+    apart: bool = False
+    """Train in another process than this one."""
 
 
 @dataclass(frozen=True, slots=True)

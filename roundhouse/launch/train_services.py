@@ -1,0 +1,102 @@
+"""The built-in train services: a function for each kind of `train.service` that opens its verbs.
+
+Invariant: all kinds compute the same; a kind imports its libraries when it is opened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundhouse.config.models import TrainConfig
+from roundhouse.config.placement import has_ranks
+from roundhouse.config.secrets import read_secret
+from roundhouse.errors import ConfigError
+from roundhouse.training.service.verbs import Opening, TrainService
+
+
+def open_resident(config: TrainConfig, opening: Opening) -> TrainService:
+    """Open the trainer of this process, or ranks of a launcher.
+
+    Raises:
+        ConfigError: the launcher starts programs on other machines without a run.
+        InfraError: the ranks do not start.
+    """
+    service: Any = config.service
+    if has_ranks(service) or opening.apart:
+        from roundhouse.launch.resident_ranks import ResidentRanks
+
+        return ResidentRanks(
+            config, service, owner=opening.owner, temperature=opening.temperature, at=opening.run_and_iteration
+        )
+    from roundhouse.training.service.engine import TrainEngine
+
+    return TrainEngine(config, temperature=opening.temperature)
+
+
+def open_ray(config: TrainConfig, opening: Opening) -> TrainService:
+    """Open an actor on a Ray cluster.
+
+    Raises:
+        InfraError: Ray cannot be reached.
+    """
+    from roundhouse.launch.resident_ranks import open_ranks
+    from roundhouse.training.service.actor import RayTrainService
+
+    service: Any = config.service
+    return RayTrainService(
+        config,
+        service,
+        temperature=opening.temperature,
+        placement_group=opening.placement_group,
+        open_engine=open_ranks,
+    )
+
+
+def open_remote(config: TrainConfig, opening: Opening) -> TrainService:
+    """Open a session at a server.
+
+    Raises:
+        ConfigError: the token cannot be read.
+    """
+    from roundhouse.training.service.client import RemoteTrainService
+
+    service: Any = config.service
+    return RemoteTrainService(
+        service.url,
+        config,
+        owner=opening.owner,
+        token=read_secret(service.token_variable, service.token_file),
+        temperature=opening.temperature,
+        timeout_seconds=service.timeout_seconds,
+        retry_seconds=service.retry_seconds,
+    )
+
+
+def open_tinker(config: TrainConfig, opening: Opening) -> TrainService:
+    """Open a training session of Tinker's API.
+
+    Raises:
+        ConfigError: the SDK is not installed, or the key cannot be read.
+    """
+    try:
+        from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
+    except ImportError as error:
+        raise ConfigError(
+            f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
+        ) from error
+    service: Any = config.service
+    return TinkerTrainService(
+        config.optimizer,
+        TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
+        run=opening.owner,
+        base_url=service.url,
+        api_key=read_secret(service.token_variable, service.token_file),
+        timeout_seconds=service.timeout_seconds,
+    )
+
+
+def refuse_process(config: TrainConfig, opening: Opening) -> TrainService:
+    """Raise ConfigError: a process for each step has no verbs."""
+    raise ConfigError(
+        "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
+    )
