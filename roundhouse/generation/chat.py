@@ -107,7 +107,7 @@ class ChatCodec:
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._own_arguments = {*own, *self.tokenizer.special_tokens_map, "messages", "raise_exception", "strftime_now"}
         self._clock: dict[str, Any] = {} if template_date is None else {"strftime_now": template_date.strftime}
-        self._empty_content = "" if _breaks_on_null(self.tokenizer) else None
+        self._empty_content = "" if breaks_on_null(self.tokenizer) else None
         self._rendered: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def encode(self, text: str) -> list[int]:
@@ -354,7 +354,7 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
     return token
 
 
-def _breaks_on_null(tokenizer: Any) -> bool:
+def breaks_on_null(tokenizer: Any) -> bool:
     """Return whether the chat template fails on `content: null` next to a tool call, or writes it as the word None."""
     call = {"id": "call_0", "type": "function", "function": {"name": "a", "arguments": {}}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}

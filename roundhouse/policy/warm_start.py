@@ -125,7 +125,7 @@ def make_starting_policy(
         )
     started = time.monotonic()
     seed = seed if config.seed is None else config.seed
-    texts = _texts(config, environment, seed)
+    texts = demonstration_texts(config, environment, seed)
     entry = None if cache is None else cache / recipe_digest(config, seed, texts)
     if entry is not None and (known := take_cached(entry, directory)) is not None:
         return WarmStartReport(**{**known, "reused": True})
@@ -153,7 +153,7 @@ def make_starting_policy(
 def starting_tokenizer(config: WarmStartPolicy, environment: TaskSource, seed: int) -> PreTrainedTokenizerFast:
     """Return the tokenizer of the starting policy, which its demonstrations fix."""
     seed = seed if config.seed is None else config.seed
-    return train_tokenizer(_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
+    return train_tokenizer(demonstration_texts(config, environment, seed)[:MIN_DEMONSTRATIONS])
 
 
 def write_engine_files(config: WarmStartPolicy, environment: TaskSource, seed: int, directory: Path) -> None:
@@ -216,7 +216,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Exa
     return examples
 
 
-def _texts(config: WarmStartPolicy, environment: TaskSource, seed: int) -> list[str]:
+def demonstration_texts(config: WarmStartPolicy, environment: TaskSource, seed: int) -> list[str]:
     """The demonstrations as rendered text; the tokenizer is trained on the first of them."""
     count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
     parts, blank = environment.parts(), blank_tokenizer()

@@ -113,7 +113,7 @@ def branch(
             raise DataError(
                 f"No branch from turn {turn} has an outcome. The first: {new[0].failure_code}: {new[0].failure_detail}"
             )
-        reference = _commit(run, stage, checkpoint, collection, new, request)
+        reference = commit_branch(run, stage, checkpoint, collection, new, request)
     refuse_other_collection(reference, collection, "branches")
     new = read_rollouts(reference)
     return _outcome(reference, chosen, new)
@@ -139,7 +139,7 @@ def _collection(run: Run, iteration: int) -> Reference:
     return collection
 
 
-def _commit(
+def commit_branch(
     run: Run,
     stage: Stage,
     checkpoint: Reference,

@@ -180,7 +180,7 @@ def freshness_of(run: Run, reference: Reference, log_probs: LogProbs) -> Freshne
     days = (time.time() - manifest.finished_at) / DAY
     importance = None
     if offline.precheck_rollouts > 0 and not manifest.details.get("written"):
-        batch = _sample(run, reference, manifest, offline.precheck_rollouts)
+        batch = draw_sample(run, reference, manifest, offline.precheck_rollouts)
         difference = (log_probs(batch) - batch.gen_logprobs)[batch.loss_mask]
         owner = np.unique(batch.rollout_ids, return_inverse=True)[1][batch.sequence_of_token][batch.loss_mask]
         importance = importance_of(difference, owner, bounds_of(run.config))
@@ -306,7 +306,7 @@ def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> 
         )
 
 
-def _sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> TrainingSequences:
+def draw_sample(run: Run, reference: Reference, manifest: Manifest, count: int) -> TrainingSequences:
     """Whole groups, drawn by the run's seed, of so many rollouts or a few more, as sequences.
 
     Raises:

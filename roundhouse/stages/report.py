@@ -220,7 +220,7 @@ def summarize(run: Run) -> dict[str, Any]:
     newest = first if latest is None else latest.policy_version
     by_iteration = {k: iteration_manifests(run, k) for k in range(first, newest + 1)}
     evaluations = {
-        k: _evaluation(k, manifests) for k, manifests in by_iteration.items() if StageKind.EVALUATE in manifests
+        k: evaluation_of(k, manifests) for k, manifests in by_iteration.items() if StageKind.EVALUATE in manifests
     }
     trained = [k for k, manifests in by_iteration.items() if StageKind.TRAIN in manifests]
     validated = [
@@ -316,7 +316,7 @@ _NO_REWARD = dict.fromkeys(("reward_mean", "reward_stderr", "reward_low", "rewar
 """Summary values of an evaluation without any reward."""
 
 
-def _evaluation(version: int, manifests: dict[str, Manifest]) -> dict[str, Any]:
+def evaluation_of(version: int, manifests: dict[str, Manifest]) -> dict[str, Any]:
     manifest = manifests[StageKind.EVALUATE]
     own = _NO_REWARD | {_in_summary(name): value for name, value in manifest.metrics.items()}
     ledger = {name: manifest.counts.get(name, 0) for name in LEDGER}

@@ -248,7 +248,7 @@ def _validated(
         name: str(rollout_breaks[0]) for name, rollout_breaks in itertools.islice(result.breaks.items(), BREAKS_TOLD)
     }
     odd = odd_tokens(run, collected)
-    refused = _refuse_too_few(result, config, f"iteration {stage.iteration}", stage.location.uri)
+    refused = refuse_too_few(result, config, f"iteration {stage.iteration}", stage.location.uri)
     return attempt.commit(
         inputs=inputs,
         counts=result.ledger.counts() | {"sequences": result.sequences.num_rows, "quarantined": refused},
@@ -281,7 +281,7 @@ BREAKS_TOLD = 20
 """Breaks that the manifest holds word for word; all of them are counted."""
 
 
-def _refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
+def refuse_too_few(result: Validated, config: RunConfig, what: str, place: str) -> int:
     """Return the number of refused rollouts.
 
     Raises:

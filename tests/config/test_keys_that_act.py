@@ -36,7 +36,7 @@ from roundhouse.rollout.protocol import retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import budget_of, iteration_cost, over_budget, totals_after
 from roundhouse.stages.policy import starting_policy
-from roundhouse.stages.validate import _refuse_too_few
+from roundhouse.stages.validate import refuse_too_few
 from roundhouse.store.directories import CACHE_VARIABLE
 from roundhouse.store.run import open_run
 from roundhouse.tracking import tracker
@@ -142,9 +142,9 @@ def test_how_much_of_an_iteration_must_be_left(limit: Tree) -> None:
     rollouts = [rollout(sample=number) for number in range(4)]
     break_vocabulary(rollouts[0])
     found = trajectories.validate(rollouts, ValidationConfig(), vocabulary_size=10, policy_version=0)
-    assert _refuse_too_few(found, config(), "iteration 1", "the store") == 1
+    assert refuse_too_few(found, config(), "iteration 1", "the store") == 1
     with pytest.raises(TooFewSequences, match=next(iter(limit["validation" if "validation" in limit else "failures"]))):
-        _refuse_too_few(found, config(**limit), "iteration 1", "the store")
+        refuse_too_few(found, config(**limit), "iteration 1", "the store")
 
 
 # What is told ---------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_how_many_rollouts_of_a_dataset_are_looked_at_before(
         offline, "read_manifest", lambda reference: mock.Mock(finished_at=time.time(), inputs={}, details={})
     )
     monkeypatch.setattr(offline, "label_of", lambda reference: "d")
-    monkeypatch.setattr(offline, "_sample", sample)
+    monkeypatch.setattr(offline, "draw_sample", sample)
     run = open_run(config(store=str(tmp_path), **from_dataset(precheck_rollouts=count)))
     with pytest.raises(InterruptedError) if count else nullcontext():
         offline.freshness_of(run, mock.Mock(policy_version=0), mock.Mock())

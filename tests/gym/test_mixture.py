@@ -18,7 +18,7 @@ from roundhouse.config.models import WarmStartPolicy
 from roundhouse.environments import demonstrating
 from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError
-from roundhouse.policy.warm_start import _texts
+from roundhouse.policy.warm_start import demonstration_texts
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import BLOCK, GOLDEN, WeightedTasks, plan_rollouts, sample_tasks
 from roundhouse.stages.collect import collect_iteration, read_rollouts
@@ -189,12 +189,12 @@ def test_collection_and_evaluation_have_metrics_of_each_environment(
 
 def test_a_warm_start_sees_the_demonstrations_of_all_that_have_some() -> None:
     config = WarmStartPolicy(steps=1, batch_size=2)
-    both = _texts(config, demonstrating(mixture()), 0)
+    both = demonstration_texts(config, demonstrating(mixture()), 0)
     assert "Sort" in both[1]
     assert "Sort" not in both[0]
-    assert _texts(
+    assert demonstration_texts(
         config, demonstrating(mixture(environments={"calc": CALC, "far": REMOTE | {"train_tasks": "x"}})), 0
-    ) == (_texts(config, demonstrating(mixture(environments={"calc": CALC})), 0))
+    ) == (demonstration_texts(config, demonstrating(mixture(environments={"calc": CALC})), 0))
 
 
 def test_code_that_a_stored_mixture_names_is_not_run_unnamed() -> None:

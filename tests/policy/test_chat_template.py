@@ -4,7 +4,7 @@ import pytest
 
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
-from roundhouse.generation.chat import _breaks_on_null, template_messages
+from roundhouse.generation.chat import breaks_on_null, template_messages
 from roundhouse.policy.model_directory import ChatTemplate, refuse_unfit_template
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE, blank_tokenizer
 from roundhouse.rollout.responses import chat_tools
@@ -70,10 +70,10 @@ def test_a_template_without_the_system_prompt_is_refused() -> None:
 
 def test_no_content_beside_a_call_is_empty_text_for_templates_that_break_on_null() -> None:
     tokenizer = blank_tokenizer()
-    assert not _breaks_on_null(tokenizer)
+    assert not breaks_on_null(tokenizer)
     for broken in (PLAIN, PLAIN.replace("+ message['content'] +", "~ message['content'] ~")):
         tokenizer.chat_template = broken
-        assert _breaks_on_null(tokenizer)
+        assert breaks_on_null(tokenizer)
     call = {"role": "assistant", "content": None, "tool_calls": []}
     assert template_messages([call])[0]["content"] is None
     assert template_messages([call], "")[0]["content"] == ""

@@ -24,7 +24,7 @@ from roundhouse.cpu import take_seconds
 from roundhouse.launch.base import Stopped
 from roundhouse.launch.subprocesses import ChildProcess
 from roundhouse.replays import replay, rescore
-from roundhouse.replays.branches import _commit
+from roundhouse.replays.branches import commit_branch
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.cost import bill_of
 from roundhouse.stages.policy import starting_policy
@@ -98,7 +98,7 @@ def test_what_copies_rows_adds_no_token_and_what_samples_adds_its_own(counted: t
     for each in made:
         each.turns[0] = replace(each.turns[0], trained=False)
     place = Stage(Location(run.config.store) / "datasets/branches/one", kind="collect", run_id=run.run_id, iteration=3)
-    _commit(run, place, checkpoint, collection, made, {"turn": 1})
+    commit_branch(run, place, checkpoint, collection, made, {"turn": 1})
     after = bill_of(run)
     assert after["tokens"] == before["tokens"] | {"branched": 2 * 4}
     assert after["cpu_seconds"]["replayed"] > 0

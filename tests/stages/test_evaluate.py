@@ -12,7 +12,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.operations import with_set
 from roundhouse.errors import ConfigError
 from roundhouse.stages.evaluate import evaluate_version, evaluation_metrics, set_of, stage_of
-from roundhouse.stages.report import _evaluation, summarize
+from roundhouse.stages.report import evaluation_of, summarize
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table
@@ -59,7 +59,7 @@ def test_the_metrics_of_a_set_have_its_name_and_reach_the_summary_under_it() -> 
     manifests = {"evaluate": manifest({"evaluation/reward/mean": 0.2})} | {
         "evaluate-greedy": manifest({"evaluation/greedy/reward/mean": 0.5, "evaluation/greedy/tasks": 3.0})
     }
-    summary = _evaluation(4, manifests)
+    summary = evaluation_of(4, manifests)
     assert summary["reward_mean"] == 0.2
     greedy = summary["sets"]["greedy"]
     assert (greedy["reward_mean"], greedy["tasks"], greedy["reward_low"]) == (0.5, 3.0, None)

@@ -35,7 +35,7 @@ class NexRLRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Registration:
+class Registration:
     role: NexRLRole
     cls: type
     config: Any
@@ -62,7 +62,7 @@ class RayResourceManager:
     """Registers roles, then creates their actors; closing it ends them."""
 
     def __init__(self) -> None:
-        self._registered: dict[NexRLRole, _Registration] = {}
+        self._registered: dict[NexRLRole, Registration] = {}
         self._wrappers: dict[NexRLRole, list[RayActorWrapper]] = {}
         self._actors: list[Any] = []
 
@@ -89,7 +89,7 @@ class RayResourceManager:
                 f"{role}: count is {count}, but {sharing[0].role} of the colocation group {colocation_group!r} has "
                 f"{sharing[0].count}: they share actors. Set both to the same number, or another group."
             )
-        self._registered[role] = _Registration(role, cls, config, count, colocation_group)
+        self._registered[role] = Registration(role, cls, config, count, colocation_group)
 
     def create_all_actors(self) -> None:
         """Start every actor and wait until each has made its objects.
@@ -103,12 +103,12 @@ class RayResourceManager:
         from roundhouse.training.service.actor import join_cluster
 
         join_cluster(None, "RAY_ADDRESS")
-        groups: dict[str, list[_Registration]] = {}
+        groups: dict[str, list[Registration]] = {}
         for each in self._registered.values():  # roles that share an actor, in the order of their registration
             groups.setdefault(each.colocation_group or f"\0{each.role}", []).append(each)
         for together in groups.values():
             colocated = together[0].colocation_group is not None
-            actor_class: Any = ray.remote(_colocated(together) if colocated else together[0].cls)
+            actor_class: Any = ray.remote(colocated_actor(together) if colocated else together[0].cls)
             arguments = [] if colocated else [together[0].config]
             for _ in range(together[0].count):
                 actor = actor_class.remote(*arguments)
@@ -143,7 +143,7 @@ def methods_of(cls: type) -> list[str]:
     return [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
 
 
-def _colocated(together: list[_Registration]) -> type:
+def colocated_actor(together: list[Registration]) -> type:
     """Return a class that holds an object of each role; its method names begin with the role's name."""
 
     def made(self: Any) -> None:

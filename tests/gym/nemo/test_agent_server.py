@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from roundhouse.compat.nemo_gym.servers.agent import build_app
-from roundhouse.compat.nemo_gym.servers.own_server import _app, own_server
+from roundhouse.compat.nemo_gym.servers.own_server import application, own_server
 from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
 from roundhouse.config.gym_servers import AgentServerConfig
 from roundhouse.retry import Backoff
@@ -327,7 +327,7 @@ def test_an_instance_finds_the_servers_that_it_refers_to_and_asks_for_captures_w
         row = {**counter_row(), "_ng_task_index": 2, "_ng_rollout_index": 1}
         for captures in (False, True):
             own = agent_config().model_copy(update={"token_id_capture": captures})
-            with serving(_app(config, "agent", own)) as url:
+            with serving(application(config, "agent", own)) as url:
                 assert httpx.post(f"{url}/run", json=row, timeout=20).json()["reward"] == 0.0
     assert ["training-token-capture" in path for path in model.paths] == [False, True]
 

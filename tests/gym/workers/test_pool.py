@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundhouse.compat.nexrl import Batch, NexRLRole, TrajectoryPool, read_trajectories
-from roundhouse.compat.nexrl.resources import _colocated, _Registration
+from roundhouse.compat.nexrl.resources import Registration, colocated_actor
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Provenance, Stage
@@ -121,8 +121,8 @@ NEXRL_SECTION = {
 def test_every_trajectory_put_into_a_registered_pool_comes_out_once(rule: str) -> None:
     """As RayResourceManager makes it: its configuration's keys were taken for fields, and every put failed silently."""
     section = NEXRL_SECTION | {"check_batch_ready_function": rule}
-    registered = _Registration(NexRLRole.TRAJECTORY_POOL, TrajectoryPool, section, 1, "main")
-    actor: Any = _colocated([registered])()
+    registered = Registration(NexRLRole.TRAJECTORY_POOL, TrajectoryPool, section, 1, "main")
+    actor: Any = colocated_actor([registered])()
     pool = actor.objects[NexRLRole.TRAJECTORY_POOL]
     pool.expect(12)
     sent = [(task, sample) for sample in range(2) for task in "abcdef"]

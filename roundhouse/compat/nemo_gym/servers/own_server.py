@@ -87,7 +87,7 @@ def own_server(environ: Mapping[str, str]) -> OwnServer:
     name = environ[CONFIG_PATH]
     server_type, fields = instance_fields(config, name)
     own = _validated(_models()[server_type], name, fields)
-    return OwnServer(name, str(fields["host"]), int(fields["port"]), _app(config, name, own))
+    return OwnServer(name, str(fields["host"]), int(fields["port"]), application(config, name, own))
 
 
 def instance_fields(config: DictConfig, name: str) -> tuple[ServerType, dict[str, Any]]:
@@ -198,7 +198,7 @@ def _validated(model: type[BaseModel], name: str, fields: dict[str, Any]) -> Any
         raise ConfigError(f"{name}: {'; '.join(problems)}.") from error
 
 
-def _app(config: DictConfig, name: str, own: Any) -> ASGIApp:
+def application(config: DictConfig, name: str, own: Any) -> ASGIApp:
     """Return the application for a server's validated fields. Each imports only its kind's modules."""
     if isinstance(own, EnvironmentServerConfig):
         from roundhouse.compat.nemo_gym.servers.resources import build_app
