@@ -117,6 +117,7 @@ class Trainer:
         reference_dir: ModelSource | None = None,
         critic_dir: ModelSource | None = None,
         seed: int = 0,
+        algorithm: Algorithm | None = None,
     ) -> Trainer:
         """Load a Hugging Face directory into the service and, to continue, the `trainer/` directory that was saved in
         it.
@@ -129,13 +130,14 @@ class Trainer:
             critic_dir: model that a new critic starts from; None: `model_dir`. Unused without a critic, or if
                 `trainer_state` has the critic.
             seed: the run's seed; shuffling is derived from it and the iteration.
+            algorithm: an object in place of the configured algorithm.
 
         Raises:
             ConfigError: a directory is missing, or device, packing or reference do not fit the configuration.
             DataError: weights or state are damaged or belong to another architecture.
             InfraError: the service cannot be reached.
         """
-        algorithm = build_algorithm(config.algorithm)
+        algorithm = algorithm or build_algorithm(config.algorithm)
         cursor = service.load_checkpoint(model_dir, trainer_state=trainer_state)
         section = config.algorithm
         if algorithm.needs_reference and (reference_dir is not None or not config.reference_is_frozen):

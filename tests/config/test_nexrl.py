@@ -111,6 +111,40 @@ def test_batch_async_without_a_threshold_is_the_sync_that_it_is_in_nexrl() -> No
     assert (asynchrony.mode, asynchrony.staleness) == ("batch-async", 0)
 
 
+def test_a_trainer_of_your_own_is_named_as_a_worker_is(tmp_path: Path) -> None:
+    (tmp_path / "my_trainer.py").write_text("")
+    own = {
+        "type": "self_hosted_grpo",
+        "custom_trainer_module_path": "my_trainer.py",
+        "custom_trainer_class_name": "Mine",
+    }
+    config: Any = parse_config(copy.deepcopy(GUIDE) | {"trainer": own}, str(tmp_path / "run.yaml"))
+    assert config.train.algorithm.target == f"{tmp_path / 'my_trainer.py'}:Mine"
+
+
+def test_global_step_is_the_version_of_a_run_or_the_weights_of_another_program(tmp_path: Path) -> None:
+    tree = copy.deepcopy(GUIDE) | {
+        "resume": {"mode": "from_path", "resume_path": "s3://b/runs/a/checkpoints/global_step_12"}
+    }
+    assert parse_config(tree).resume.path == "s3://b/runs/a/checkpoints/000012"
+    tree["resume"]["resume_path"] = str(tmp_path / "global_step_12")
+    tree["service"] = {"inference_service": {"model_path": "/models/start"}}
+    with pytest.raises(
+        ConfigError, match=r"resume_path: .*global_step_12\n.*Name a checkpoint of a run, or global_step_12"
+    ):
+        parse_config(tree)
+    model = tmp_path / "global_step_12" / "actor" / "huggingface"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    config: Any = parse_config(tree)
+    assert (config.policy.kind, config.policy.path, config.resume.mode) == ("pretrained", str(model), "auto")
+
+
+def test_errors_that_are_not_monitored_end_no_run() -> None:
+    monitor = {"exception_handling": {"enabled": False, "policy": "stop_on_error"}}
+    assert parse_config(copy.deepcopy(GUIDE) | {"runtime_monitor": monitor}).failures.policy == "continue"
+
+
 def test_all_keys_without_a_counterpart_are_in_one_list_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     tree = copy.deepcopy(GUIDE) | {"logger": {"backend": "feishu"}, "launch_mode": "slurm", "algorithm": {"gamma": 0.9}}
     tree["data"] |= {"type": "redis", "api_key": "hush"}

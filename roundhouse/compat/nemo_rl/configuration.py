@@ -399,7 +399,8 @@ def _read_batches(result: Translation) -> None:
         width = get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
         width *= get("policy.generation.vllm_cfg.pipeline_parallel_size", 1)
         result.default("train.service.processes", gpus - apart, "cluster.gpus_per_node")
-        if get("policy.generation.backend", "vllm") == "vllm":
+        own_backend = result.own.get("generation", {}).get("backend", "vllm")
+        if get("policy.generation.backend", own_backend) == "vllm":
             result.default("generation.gpus_per_replica", width, "cluster.gpus_per_node")
             result.default("generation.replicas", max(1, (apart or gpus) // width), "cluster.gpus_per_node")
     if get(_LORA):

@@ -6,6 +6,7 @@ Keys of Roundhouse may be mixed in, such as `environment.evaluator` and `generat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from roundhouse.compat.foreign_keys import (
     OFF,
@@ -85,8 +86,9 @@ _WORKER: Mapping[str, Rule] = {
     "tokenizer": unused(),
     "resource.*": unused(),
 }
+_OWN_LOOP = "Set it to default: a run keeps its own; a class of yours takes its place in a loop of your own."
 _POOL: Mapping[str, Rule] = {
-    "type": only("default", remedy="Set it to default, the only pool."),
+    "type": only("default", remedy=_OWN_LOOP),
     "batch_size": read(),
     "group_size": read(),
     "key_list": read(),
@@ -94,6 +96,8 @@ _POOL: Mapping[str, Rule] = {
 }
 _TRAINER: Mapping[str, Rule] = {
     "type": read(),
+    "custom_trainer_module_path": read(),
+    "custom_trainer_class_name": read(),
     "total_train_steps": to("iterations"),
     "checkpoint_path": to("store"),
     "sync_weight_path": unused(),
@@ -113,7 +117,7 @@ _ALGORITHM: Mapping[str, Rule] = {
     ),
 }
 _WEIGHT: Mapping[str, Rule] = {
-    "type": only("default", remedy="Set it to default, the only controller."),
+    "type": only("default", remedy=_OWN_LOOP),
     "sync_mode": read(),
     "staleness_threshold": read(),
     "validate_freq": read(),
@@ -213,12 +217,10 @@ TABLE: Mapping[str, Rule] = {
     "validate.data.type": read(),
     "validate.data.data_files": read(),
     "validate.data.*": unused(),
-    "validate.eval.type": only("default", remedy="Set it to default, the only validator."),
+    "validate.eval.type": only("default", remedy=_OWN_LOOP),
     "validate.eval.validate_freq": read(),
-    "runtime_monitor.exception_handling.enabled": only(
-        True, remedy="Set it to true, and runtime_monitor.exception_handling.policy to continue."
-    ),
-    "runtime_monitor.exception_handling.policy": to("failures.policy"),
+    "runtime_monitor.exception_handling.enabled": read(),
+    "runtime_monitor.exception_handling.policy": read(),
     "runtime_monitor.health_check.enabled": unused(),
     "runtime_monitor.health_check.check_interval": to("failures.heartbeat_seconds"),
     "runtime_monitor.*": unused(),
@@ -246,16 +248,42 @@ def _finish(result: Translation, origin: str) -> None:
     """Set the values that depend on several keys."""
     if run_id := run_id_of(str(result.get("experiment_name", ""))):
         result.default("run_id", run_id, "experiment_name")
-    if path := result.get("resume.resume_path"):
-        result.put("resume.path", path, "resume.resume_path")
+    _read_resume(result, origin)
     _read_launch(result)
     _read_data(result, origin)
     _read_worker(result, origin)
     _read_pool(result)
-    _read_trainer(result)
+    _read_trainer(result, origin)
     _read_kl(result)
     _read_weight(result)
     _read_services(result)
+
+
+_MODEL_DIRECTORIES = ("", "huggingface", "actor/huggingface")
+"""Places of the Hugging Face files below a checkpoint `global_step_<step>`."""
+
+
+def _read_resume(result: Translation, origin: str) -> None:
+    """Read the path of a run's checkpoint; from the directory `global_step_<step>` of another program, the weights alone."""
+    if not (path := result.get("resume.resume_path")):
+        return
+    place, _, name = str(path).rstrip("/").rpartition("/")
+    step = name.removeprefix("global_step_")
+    if step == name or not step.isdecimal():
+        result.put("resume.path", path, "resume.resume_path")
+    elif place.endswith("/checkpoints"):
+        result.put("resume.path", f"{place}/{int(step):06d}", "resume.resume_path")
+    else:
+        folder = Path(beside(origin, path))
+        models = [folder / each for each in _MODEL_DIRECTORIES if (folder / each / "config.json").is_file()]
+        if not models:
+            result.refuse(
+                "resume.resume_path", f"Name a checkpoint of a run, or {name} with a Hugging Face directory in it."
+            )
+            return
+        result.own.setdefault("policy", {})["path"] = str(models[0])
+        result.own.pop("resume", None)
+        result.unused.append("resume.mode (weights alone are read: optimizer and step begin anew)")
 
 
 def _read_launch(result: Translation) -> None:
@@ -346,11 +374,14 @@ def _read_pool(result: Translation) -> None:
     result.default("rollout.group_size", members, "trajectory_pool.batch_size")
 
 
-def _read_trainer(result: Translation) -> None:
+def _read_trainer(result: Translation, origin: str) -> None:
     get, put, kind = result.get, result.put, result.get("trainer.type")
+    if path := get("trainer.custom_trainer_module_path"):
+        kind = f"{path}:{get('trainer.custom_trainer_class_name', 'CustomTrainer')}"
     if kind is not None and ":" in str(kind):
+        path, _, symbol = str(kind).rpartition(":")
         put("train.algorithm.kind", "custom", "trainer.type")
-        put("train.algorithm.target", kind, "trainer.type")
+        put("train.algorithm.target", f"{beside(origin, path)}:{symbol}", "trainer.type")
     elif kind in _TRAINERS:
         put("train.algorithm.kind", _TRAINERS[kind], "trainer.type")
     elif kind is not None:
@@ -414,6 +445,11 @@ def _read_weight(result: Translation) -> None:
     )
     if get("trajectory_pool.check_batch_ready_function", rules[0]) not in rules:
         result.refuse("trajectory_pool.check_batch_ready_function", f"Set it to {', '.join(rules)}.")
+    monitor = "runtime_monitor.exception_handling"
+    if get(f"{monitor}.enabled") is False:  # no error ends the run there either
+        put("failures.policy", "continue", f"{monitor}.enabled")
+    elif (policy := get(f"{monitor}.policy")) is not None:
+        put("failures.policy", policy, f"{monitor}.policy")
     for key in ("weight.validate_freq", "validate.eval.validate_freq"):
         if (every := get(key)) is not None:
             put("evaluation.every", every or None, key)

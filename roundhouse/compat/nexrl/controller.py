@@ -10,7 +10,7 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +21,33 @@ from roundhouse.compat.nexrl.client import WORKERS
 from roundhouse.compat.nexrl.modules import NexRLModule
 from roundhouse.compat.nexrl.resources import NexRLRole
 from roundhouse.config.loading import parse_config
-from roundhouse.errors import InfraError
+from roundhouse.errors import ConfigError, InfraError
+from roundhouse.imports import load_class
 
 _PACKAGE = "roundhouse.compat.nexrl"
-MODULE_REGISTRY: Mapping[NexRLRole, Mapping[str, str]] = MappingProxyType(
+_LOADERS = {"mock": f"{_PACKAGE}.client:MockDataLoader", "torch": f"{_PACKAGE}.client:TorchDataLoader"}
+
+
+class ModuleTypes(Mapping[str, type]):
+    """Classes by type, imported when one is asked for."""
+
+    def __init__(self, targets: Mapping[str, str]) -> None:
+        self._targets = dict(targets)
+
+    def __getitem__(self, name: str) -> type:
+        return load_class(self._targets[name], object, f"the type {name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+
+MODULE_REGISTRY: Mapping[NexRLRole, ModuleTypes] = MappingProxyType(
     {
-        NexRLRole.ROLLOUT_WORKER: MappingProxyType(WORKERS),
-        NexRLRole.TRAINER: MappingProxyType(
+        NexRLRole.ROLLOUT_WORKER: ModuleTypes(WORKERS),
+        NexRLRole.TRAINER: ModuleTypes(
             {
                 "self_hosted": f"{_PACKAGE}.trainers:SelfHostedTrainer",
                 "self_hosted_grpo": f"{_PACKAGE}.trainers:SelfHostedGrpoTrainer",
@@ -35,16 +55,31 @@ MODULE_REGISTRY: Mapping[NexRLRole, Mapping[str, str]] = MappingProxyType(
                 "remote_api_cross_entropy": f"{_PACKAGE}.trainers:RemoteApiCrossEntropyTrainer",
             }
         ),
-        NexRLRole.TRAJECTORY_POOL: MappingProxyType({"default": f"{_PACKAGE}.pool:TrajectoryPool"}),
-        NexRLRole.WEIGHT_SYNC_CONTROLLER: MappingProxyType({"default": f"{_PACKAGE}.loop:WeightSyncController"}),
-        NexRLRole.DATA_LOADER: MappingProxyType(
-            {"mock": f"{_PACKAGE}.client:MockDataLoader", "torch": f"{_PACKAGE}.client:TorchDataLoader"}
-        ),
-        NexRLRole.VALIDATOR: MappingProxyType({"default": f"{_PACKAGE}.loop:Validator"}),
+        NexRLRole.TRAJECTORY_POOL: ModuleTypes({"default": f"{_PACKAGE}.pool:TrajectoryPool"}),
+        NexRLRole.WEIGHT_SYNC_CONTROLLER: ModuleTypes({"default": f"{_PACKAGE}.loop:WeightSyncController"}),
+        NexRLRole.DATA_LOADER: ModuleTypes(_LOADERS),
+        NexRLRole.VALIDATE_DATALOADER: ModuleTypes(_LOADERS),
+        NexRLRole.VALIDATOR: ModuleTypes({"default": f"{_PACKAGE}.loop:Validator"}),
     }
 )
-"""Classes by role and type. The configuration names the user's classes: `environment.worker`,
-`environment.data_loader`, `train.algorithm.target`."""
+"""Classes by role and type. A configuration names the user's classes: `module_class`."""
+
+
+def module_class(role: NexRLRole, config: Mapping[str, Any]) -> type:
+    """Return the class of a role's section: by `type`, which is a name or `path/to/file.py:Class`; or by
+    `custom_<role>_module_path` and `custom_<role>_class_name`.
+
+    Raises:
+        ConfigError: no such type or class; the text lists the types.
+    """
+    types, name = MODULE_REGISTRY[role], str(config.get("type", "default"))
+    if (path := config.get(f"custom_{role.value}_module_path")) is not None:
+        name = f"{path}:{config.get(f'custom_{role.value}_class_name')}"
+    if ":" in name:
+        return load_class(name, object, f"the type of {role.value}")
+    if name not in types:
+        raise ConfigError(f"{role.value} has no type {name!r}: set it to {', '.join(types)}, or path/to/file.py:Class.")
+    return types[name]
 
 
 def set_logging_basic_config(level: int | str = logging.INFO) -> None:
@@ -89,3 +124,13 @@ class NexRLController(NexRLModule):
             self._process.terminate()
 
     stop = _stop
+
+    _get_module_class_for_role = staticmethod(module_class)
+
+    @staticmethod
+    def _find_latest_checkpoint(checkpoint_folder: str | Path) -> str | None:
+        """Return the directory `global_step_<step>` of the highest step, of a training loop of your own."""
+        from roundhouse.compat.nexrl.trainer_loop import find_latest_checkpoint
+
+        latest = find_latest_checkpoint(checkpoint_folder)
+        return None if latest is None else str(latest)

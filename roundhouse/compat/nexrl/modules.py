@@ -89,19 +89,17 @@ class ExperimentLogger:
 
     def __init__(self, project_name: str, experiment_name: str, post: Post | None) -> None:
         self.project_name, self.experiment_name, self._post = project_name, experiment_name, post
+        self._has_warned = False
 
     def post(self, backend: str, **posted: Any) -> None:
-        """Hand metrics or a message to a logging backend.
-
-        Raises:
-            ConfigError: the tracker was made without `post`.
-        """
-        if self._post is None:
-            raise ConfigError(
-                f"experiment_logger_post({backend!r}) has no logger here. In a run, return numbers as metrics of the "
-                "EvaluationRunResult, which go to tracking.sinks; in a loop of your own, make the tracker with post=…"
-            )
-        self._post(backend, posted)
+        """Hand metrics or a message to a logging backend; without `post`, to Python's logging."""
+        if self._post is not None:
+            self._post(backend, posted)
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("Posts to %s are logged alone: make the ActivityTracker with post=… to send them.", backend)
+        log.info("%s: %s", backend, posted)
 
 
 class _Tracking:
@@ -140,7 +138,7 @@ class ActivityTracker(_Tracking):
         """
         Args:
             config: NexRL's configuration, of which `project_name` and `experiment_name` are read.
-            post: carries out `experiment_logger_post`.
+            post: carries out `experiment_logger_post`; without it posts are logged.
 
         Raises:
             ConfigError: `config` is not a mapping.
@@ -224,7 +222,7 @@ class ActivityTracker(_Tracking):
         return self._step
 
     def experiment_logger_post(self, backend: str, **posted: Any) -> None:
-        """Hand metrics or a message to a logging backend; errors as of `ExperimentLogger.post`."""
+        """Hand metrics or a message to a logging backend."""
         self.experiment_logger.post(backend, **posted)
 
 

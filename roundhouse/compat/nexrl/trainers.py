@@ -1,7 +1,7 @@
 """NexRL's trainers as algorithms of a run: `train.algorithm: {kind: custom, target: path/to/file.py:MyTrainer}`.
 
-Invariant: a trainer only computes the advantages. The run does padding, batches, the loss, checkpoints and weights;
-training reads `advantages` and nothing else of the trainer.
+Invariant: a trainer only computes the advantages. The run, or in a loop of your own `TrainerLoop`, does padding, batches,
+the loss, checkpoints and weights; training reads `advantages` and nothing else of the trainer.
 
     class MyTrainer(SelfHostedTrainer):
         def _prepare_batch(self, batch):                          Batch of tensors, one row a sequence
@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from roundhouse.compat.nexrl.modules import NexRLModule
 from roundhouse.compat.nexrl.pool import Batch, Trajectory
-from roundhouse.config.algorithms import PolicyGradient
+from roundhouse.compat.nexrl.trainer_loop import TrainerLoop
+from roundhouse.config.algorithms import GRPOConfig, PolicyGradient
 from roundhouse.errors import DataError
 from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
@@ -39,13 +39,30 @@ log = logging.getLogger(__name__)
 EPSILON = 1e-8
 
 
-class BaseTrainer(PolicyGradientAlgorithm, NexRLModule):
-    """A source of advantages with NexRL's hooks; a subclass of one of the two below."""
+class BaseTrainer(PolicyGradientAlgorithm, TrainerLoop):
+    """A source of advantages with NexRL's hooks: a subclass of one of the two below, or one with `train` of its own, for a
+    loop of your own."""
 
-    def __init__(self, config: PolicyGradient, **parameters: Any) -> None:
-        """`parameters` are `train.algorithm.parameters`, at `_parameters`."""
-        super().__init__(config)
+    def __init__(self, config: PolicyGradient | Mapping[str, Any], **parameters: Any) -> None:
+        """
+        Args:
+            config: the section of a run; in a loop of your own NexRL's configuration, or its section `trainer`.
+            parameters: `train.algorithm.parameters`, at `_parameters`.
+
+        Raises:
+            ConfigError: as `TrainerLoop`, or `policy_loss` names no function.
+        """
+        if isinstance(config, PolicyGradient):
+            section = config
+        else:
+            TrainerLoop.__init__(self, config)
+            algorithm = self.run_config.train.algorithm
+            section = algorithm if isinstance(algorithm, PolicyGradient) else GRPOConfig(policy_loss="reinforce")
+        PolicyGradientAlgorithm.__init__(self, section)
         self._config, self._parameters = config, parameters
+
+    def as_algorithm(self) -> BaseTrainer:
+        return self
 
     def advantages(self, sequences: TrainingSequences, rewards: Rewards, groups: Groups) -> np.ndarray:
         trajectories = trajectories_of(sequences, rewards)
@@ -126,8 +143,31 @@ class RemoteApiTrainer(BaseTrainer):
         raise NotImplementedError(f"{type(self).__name__} does not define _prepare_trajectories")
 
     def set_service_holder(self, service_holder: Any) -> None:
-        """Keep a holder for the subclass; a run's service is `train.service`."""
+        """Train by `service_holder.train(datums, config=…)` in a loop of your own; a run's service is `train.service`."""
         self._service_holder = service_holder
+
+    def train(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """Take a step here, or with a service holder there; return the metrics, and the holder's reply if it is a mapping."""
+        if self._service_holder is None:
+            return super().train(trajectories)
+        metrics: dict[str, Any] = {}
+        datums = self._convert_trajectories_to_datums(self._prepare_trajectories(list(trajectories), metrics))
+        reply = self._service_holder.train(datums, config=self._config)
+        return {**metrics, **(reply if isinstance(reply, Mapping) else {})}
+
+    def _convert_trajectories_to_datums(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+        """Return for each trajectory the tokens before and after every prediction, with weight, log-probability and
+        advantage of the latter."""
+        datums = []
+        for each in trajectories:
+            mask = [float(value) for value in each["loss_mask"][1:]]
+            values = np.broadcast_to(np.asarray(_advantages_of(self, each), dtype=float), int(sum(mask)))
+            advantages = np.zeros(len(mask))
+            advantages[np.asarray(mask, dtype=bool)] = values
+            datum = {"input_tokens": list(each["tokens"][:-1]), "target_tokens": list(each["tokens"][1:])}
+            logprobs = [float(value) for value in each["logprobs"][1:]]
+            datums.append({**datum, "weights": mask, "logprobs": logprobs, "advantages": advantages.tolist()})
+        return datums
 
     def _advantages(
         self, sequences: TrainingSequences, trajectories: list[Trajectory], metrics: dict[str, Any]

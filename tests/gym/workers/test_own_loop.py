@@ -324,11 +324,7 @@ def test_the_controller_refuses_a_configuration_by_one_list_and_starts_a_run_of_
 
     from roundhouse.compat.nexrl import MODULE_REGISTRY, NexRLController, NexRLRole
     from roundhouse.config.loading import load_config
-    from roundhouse.imports import load_class
 
-    for types in MODULE_REGISTRY.values():
-        for target in types.values():
-            load_class(target, object, "MODULE_REGISTRY")
     assert set(MODULE_REGISTRY[NexRLRole.TRAINER]) >= {
         "self_hosted_grpo",
         "remote_api_grpo",
