@@ -39,7 +39,6 @@ from roundhouse.config.algorithms import (
     TokenLoss,
 )
 from roundhouse.config.environments import (
-    OWN_LOOP,
     AgentEnvironment,
     CommandEnvironment,
     MixtureEnvironment,
@@ -254,7 +253,7 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
     if rollout.branching is None:
         return
     for key, each in environments_in(config.environment).items():
-        if each.kind in OWN_LOOP:
+        if each.has_own_loop:
             yield (
                 f"{key}.kind is {each.kind}, whose own program plays a rollout and cannot be given the replies before a "
                 f"branch. Set {key}.kind to remote or custom, the environment behind it"

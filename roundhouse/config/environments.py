@@ -180,6 +180,10 @@ class EnvironmentSection(Section):
         kind: str
     is_included: ClassVar[bool] = False
     """Comes with Roundhouse: no call of its code blocks, and its splits are disjoint and fixed by the section."""
+    has_own_loop: ClassVar[bool] = False
+    """Its own program plays and records a rollout, with separate limits: it cannot receive recorded replies."""
+    sends_requests: ClassVar[bool] = False
+    """Its programs send their own requests to the engine."""
     rubric: Rubric | None = None
     """Judge every rollout by these criteria. Unset: the environment's reward stands."""
     audit: Audit | None = None
@@ -259,6 +263,8 @@ class RemoteEnvironment(FileEnvironment):
 class AgentEnvironment(FileEnvironment):
     """An agent server (POST /run plays a whole rollout); it reaches the policy through a separate model server."""
 
+    has_own_loop: ClassVar[bool] = True
+    sends_requests: ClassVar[bool] = True
     kind: Literal["agent"]
     url: Url | None = None
     """Base URL of the agent server. Unset: it is looked up by `agent` at the head server."""
@@ -489,6 +495,7 @@ class FrozenLakeEnvironment(GeneratedProblems):
 class WorkerEnvironment(EnvironmentSection):
     """Rollouts played by a worker class of yours (or a built-in one) over the items of a data file."""
 
+    has_own_loop: ClassVar[bool] = True
     kind: Literal["worker"]
     worker: Annotated[str, Consent("code", frozenset(("simple", "agent", "nexau", "mock")))] = "simple"
     """`simple` (one completion), `agent` (several turns), `nexau` (an agent's file of NexAU), `mock` (no policy), or a class:
@@ -526,6 +533,7 @@ class WorkerEnvironment(EnvironmentSection):
 class CommandEnvironment(FileEnvironment):
     """Rollouts played by a program of yours, started once per rollout, which calls the policy at a separate base URL."""
 
+    has_own_loop: ClassVar[bool] = True
     kind: Literal["command"]
     command: Code[Annotated[tuple[str, ...], Field(min_length=1)]]
     """The program and its arguments. It runs in an empty directory. Its environment has the base URL and a key in the
@@ -549,6 +557,8 @@ class NemoGymEnvironment(FileEnvironment):
     """NeMo Gym's servers, started by the run with its engine behind their model servers, watched, and ended with it.
     The agent named in each row (`agent_ref.name`) plays it."""
 
+    has_own_loop: ClassVar[bool] = True
+    sends_requests: ClassVar[bool] = True
     kind: Literal["nemo_gym"]
     config_paths: Code[Annotated[tuple[str, ...], Field(min_length=1)]]
     """NeMo Gym's configuration files, as `roundhouse gym start` takes them."""
@@ -693,10 +703,6 @@ def _in_a_server(kind: str, url: str | None) -> str:
         "process. Reach it over HTTP for rollouts; where an environment must be in process (a warm_start policy, serving it "
         "yourself), set environment.kind to calculator, sort, another built-in kind, or custom."
     )
-
-
-OWN_LOOP = ("agent", "worker", "command", "nemo_gym")
-"""Kinds whose own programs play and record a rollout, with separate limits: they cannot receive recorded replies."""
 
 
 def environments_in(config: EnvironmentConfig) -> dict[str, SingleEnvironment]:

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
-from roundhouse.config.environments import OWN_LOOP, MixtureEnvironment, Rubric, environments_in
+from roundhouse.config.environments import MixtureEnvironment, Rubric, environments_in
 from roundhouse.config.models import EnvironmentConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.errors import ConfigError, DataError, InfraError
@@ -63,7 +63,7 @@ def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> Envi
     """
     for key, each in environments_in(config).items():
         rubric = each.rubric
-        if each.kind in OWN_LOOP and (rubric is None or rubric.own_weight):
+        if each.has_own_loop and (rubric is None or rubric.own_weight):
             raise ConfigError(
                 f"{key}.kind is {each.kind}: its rollouts are played by a loop of its own, which cannot be given recorded "
                 "replies. Name the environment behind it: --set environment.kind=remote with its URL, or custom with its "

@@ -183,15 +183,11 @@ def _holds(engine: EngineService, run: Run, checkpoint: Reference) -> bool:
     )
 
 
-OWN_REQUESTS = ("agent", "nemo_gym")
-"""Kinds of environment whose programs send their own requests to the engine."""
-
-
 def _agents_draw_with(run: Run) -> list[dict[str, Any]] | None:
     """Return the sampling that the engine accepts from an agent server: that of training and of the evaluations. None
     if our own loop asks, which checks each row against `generation.sampling` itself."""
     config = run.config
-    if not any(each.kind in OWN_REQUESTS for each in environments_in(config.environment).values()):
+    if not any(each.sends_requests for each in environments_in(config.environment).values()):
         return None
     evaluations = [config, *(with_set(config, name) for name in config.evaluation.sets)]
     accepted: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from roundhouse.config.environments import OWN_LOOP, environments_in
+from roundhouse.config.environments import environments_in
 from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import ConfigError, DataError, StoreError, TooFewSequences
 from roundhouse.generation.chat import PROMPT_ENDING, calls_of_reply
@@ -41,7 +41,7 @@ NO_SPREAD, SURPLUS = "no_spread", "surplus_group"
 
 def _keeps_own_record(config: RunConfig) -> bool:
     """Return whether an environment of the run keeps a separate record; the following checks need whole collections."""
-    return any(each.kind in OWN_LOOP for each in environments_in(config.environment).values())
+    return any(each.has_own_loop for each in environments_in(config.environment).values())
 
 
 def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
