@@ -38,6 +38,7 @@ from roundhouse.config.algorithms import (
     ReinforcePlusPlusConfig,
     TokenLoss,
 )
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.environments import (
     AgentEnvironment,
     CommandEnvironment,
@@ -48,8 +49,6 @@ from roundhouse.config.environments import (
     environments_in,
 )
 from roundhouse.config.generation import (
-    IN_TRAINER,
-    SAMPLED_BY_REQUEST,
     check_transport,
     inflight_requests,
     refits_in_flight,
@@ -337,7 +336,7 @@ def _sampling(config: RunConfig) -> None:
                 f"{key}.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in generation.max_model_len "
                 f"({room}). Lower the first."
             )
-        if backend in SAMPLED_BY_REQUEST or sampling.temperature == 0:
+        if engine_traits(backend).opener is not None or sampling.temperature == 0:
             continue
         for name in ("temperature", "top_p", "top_k"):
             if (value := getattr(sampling, name)) != (made_for := getattr(own, name)):
@@ -372,14 +371,15 @@ def _trainer_as_engine(config: RunConfig) -> None:
     """Refuse settings that a generating trainer cannot support, and settings of another engine's place or start."""
     generation, service, placement = config.generation, config.train.service, config.placement
     options = generation.mcore_generation_config
-    if generation.backend not in IN_TRAINER:
+    kind = engine_traits(generation.backend).train_service
+    if kind is None:
         if options is not None:
             raise ValueError(
                 f"generation.mcore_generation_config is given, but generation.backend is {generation.backend}. Set it to "
                 "trainer, or leave the section out."
             )
         return
-    kind, here = IN_TRAINER[generation.backend], generation.backend == "trainer"
+    here = kind == "resident"
     processes, staleness = getattr(service, "processes", 1), config.asynchrony.staleness
     for unfit, key, value, remedy in (
         (service.kind != kind, "train.service.kind", service.kind, f"Set it to {kind}"),
@@ -475,7 +475,9 @@ def _placement(config: RunConfig) -> None:
         ValueError: names key, value and remedy.
     """
     nearness = config.placement.colocation
-    if (nearness == "none" and not engine_sleeps(config)) or config.generation.backend in IN_TRAINER:
+    if (nearness == "none" and not engine_sleeps(config)) or engine_traits(
+        config.generation.backend
+    ).train_service is not None:
         return
     if config.infra.kind == "kubernetes":
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from roundhouse import plugins
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.secrets import Parameters, VariableName
 from roundhouse.config.section import (
     Code,
@@ -28,12 +29,6 @@ from roundhouse.config.section import (
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
-IN_TRAINER = {"trainer": "resident", "tinker": "tinker"}
-"""Backends that draw from the trainer's own weights, and the `train.service.kind` that each is part of."""
-IN_FLOW = frozenset((*IN_TRAINER, "openai"))
-"""Backends whose engine is served by the flow's own process."""
-SAMPLED_BY_REQUEST = frozenset(("vllm", "transformers", *IN_FLOW))
-"""Backends that receive the sampling with each request; a custom engine is made for `generation.sampling`."""
 _VLLM_BACKENDS = ("gloo", "nccl")
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
@@ -99,7 +94,7 @@ def check_transport(config: RunConfig) -> None:
         ValueError: names key, value and remedy.
     """
     chosen, backend = config.generation.weight_sync, config.generation.backend
-    if chosen == "trainer" and backend in IN_TRAINER:
+    if chosen == "trainer" and engine_traits(backend).train_service is not None:
         return  # it works there, and importing it takes seconds
     if isinstance(chosen, str):
         transport: Any = plugins.factory("weight_transport", chosen)
@@ -233,7 +228,7 @@ class Endpoint(Section):
 class GenerationConfig(Section):
     """The inference engine and how it is served."""
 
-    backend: Annotated[str, Consent("code", SAMPLED_BY_REQUEST, role="engine")] = "vllm"
+    backend: Annotated[str, Consent("code", role="engine")] = "vllm"
     """vllm, transformers, or a custom engine: `module:Class` of a `roundhouse.generation.interface.GenerationInterface`
     (`generate`, `prepare_for_generation`, `finish_generation`), or an engine of an installed plug-in by its name.
     Or the trainer itself, so that weights are neither published nor loaded twice: trainer, in the flow's process
@@ -312,7 +307,7 @@ class GenerationConfig(Section):
     @classmethod
     def _weights_stay(cls, tree: Any) -> Any:
         """Refuse a transport if the trainer generates, because weights do not move."""
-        if not isinstance(tree, dict) or tree.get("backend") not in IN_TRAINER:
+        if not isinstance(tree, dict) or engine_traits(tree.get("backend")).train_service is None:
             return tree
         return {"weight_sync": "trainer"} | tree
 
@@ -325,11 +320,10 @@ class GenerationConfig(Section):
                 "well, with a model of transformers."
             )
         named = {"hf": "transformers"}.get(backend, backend)
-        if ":" in named or named in SAMPLED_BY_REQUEST:
-            return named
-        if named not in (engines := plugins.names("engine")):
-            there = ", ".join([*engines, "openai", *IN_TRAINER])
-            raise ValueError(f"there is no backend {backend}; there are {there}, and module:Class for one of your own.")
+        if ":" not in named and named not in (engines := plugins.names("engine")):
+            raise ValueError(
+                f"there is no backend {backend}; there are {', '.join(engines)}, and module:Class for one of your own."
+            )
         return named
 
     def refuse_arguments(self) -> None:
@@ -363,14 +357,9 @@ class GenerationConfig(Section):
 
 def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
     """Return the reason why an argument of the engine is refused, or None."""
-    if ":" in backend:
-        return "an engine of your own has none. Leave it out."
-    if backend in ("transformers", "trainer"):
-        return None if name == "max_num_seqs" else f"the {backend} backend knows only max_num_seqs. Leave it out."
-    if backend == "openai":
-        return "the server has its own. Leave it out."
-    if backend == "tinker":
-        return "the engine is the service's. Leave it out."
+    traits = engine_traits(backend)
+    if traits.arguments is not None:
+        return None if name in traits.arguments else f"{traits.refusal} Leave it out."
     if name in _OWN_ARGUMENTS:
         return f"{_OWN_ARGUMENTS[name]} Leave it out."
     if name in _CODE_ARGUMENTS or name.endswith(("_cls", "_plugin")):

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
-from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import LocalInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
@@ -46,14 +46,14 @@ class PlacementConfig(Section):
 def engine_sleeps(config: RunConfig) -> bool:
     """Return whether the engine of this run sleeps while its trainer works."""
     chosen = config.placement.engine_sleeps
-    if config.generation.backend in IN_TRAINER:
+    if engine_traits(config.generation.backend).train_service is not None:
         return True
     return config.placement.colocation == "gpu" if chosen is None else chosen
 
 
 def trainer_makes_room(config: RunConfig) -> bool:
     """Return whether the trainer releases its memory after each step, for an engine with separate weights."""
-    return engine_sleeps(config) and config.generation.backend not in IN_TRAINER
+    return engine_sleeps(config) and engine_traits(config.generation.backend).train_service is None
 
 
 def served_generation(config: RunConfig) -> GenerationConfig:
@@ -130,7 +130,7 @@ def placement(config: RunConfig) -> list[RolePlacement]:
 def _engine(config: RunConfig) -> RolePlacement:
     generation, infra = config.generation, config.infra
     gpus = generation.gpus_per_replica * generation.replicas
-    if generation.backend in IN_TRAINER:
+    if engine_traits(generation.backend).train_service is not None:
         return RolePlacement("engine", "the trainer itself, asked in its turn")
     if generation.endpoint is not None:
         return RolePlacement("engine", f"the server at {generation.endpoint.url}")

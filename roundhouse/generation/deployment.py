@@ -24,7 +24,8 @@ from typing import Any
 import httpx
 
 from roundhouse.activity import announce
-from roundhouse.config.generation import SAMPLED_BY_REQUEST, TOKEN_VARIABLE
+from roundhouse.config.engines import engine_traits
+from roundhouse.config.generation import TOKEN_VARIABLE
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import Reservation
 from roundhouse.config.secrets import read_secret
@@ -160,7 +161,7 @@ def engine_arguments(config: GenerationConfig) -> dict[str, Any]:
     # These come with each desired state.
     refits = {"weight_sync", "inflight_requests", "keep_prefix_cache"}
     # A built-in engine receives the sampling with each request; a custom engine is made for it.
-    sampling = {"sampling"} if config.backend in SAMPLED_BY_REQUEST else set()
+    sampling = {"sampling"} if engine_traits(config.backend).opener is not None else set()
     return config.model_dump(mode="json", exclude={"replicas", "engine_url", *sampling, *limits, *refits})
 
 

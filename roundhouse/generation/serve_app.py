@@ -15,7 +15,7 @@ sends it to every replica, including later ones, and each applies it in place; n
 
 It is a plain ASGI callable: at a hundred short answers a second a web framework would cost more than the engine.
 
-Only `make_engine` chooses between engines; everything above uses `Engine`. `local_model` returns a directory of this
+`make_engine` asks the plug-in of the engine; everything above uses `Engine`. `local_model` returns a directory of this
 node with every committed file except the weights, digests checked: an engine starts from it, and a refit brings its
 weights. A directory of this node is used in place.
 """
@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundhouse import plugins
-from roundhouse.config.generation import IN_FLOW
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.placement import REPLICA_CPUS
 from roundhouse.cpu import parameters_of, threads_for
 from roundhouse.errors import ConfigError, StoreError
+from roundhouse.generation.engines import open_batches
 from roundhouse.generation.protocol import Engine
 from roundhouse.generation.tool_calls import ToolParser, parse_hermes
 from roundhouse.http.asgi import SameOrigin
@@ -61,30 +62,10 @@ log = logging.getLogger(__name__)
 
 
 def make_engine(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
-    """The engine that `config.backend` names, not started."""
-    if config.backend == "transformers":
-        from roundhouse.generation.transformers_engine import TransformersEngine
-
-        return TransformersEngine(config, model_dir, codec)
-    if config.backend == "trainer":
-        from roundhouse.generation.trainer_engine import TrainerEngine
-
-        return TrainerEngine(config, model_dir, codec)
-    if config.backend == "tinker":
-        from roundhouse.generation.trainer_engine import TinkerEngine
-
-        return TinkerEngine(config, codec)
-    if config.backend == "openai":
-        assert config.endpoint is not None, "refused at load (config.generation)"
-        engine: Engine = plugins.factory("endpoint", config.endpoint.kind)(config, codec)
-        return engine
-    if config.backend != "vllm":
-        from roundhouse.generation.interface_engine import InterfaceEngine
-
-        return InterfaceEngine(config, model_dir, codec)
-    from roundhouse.generation.vllm_engine import VllmEngine
-
-    return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids))
+    """Return the engine that `config.backend` names, not started."""
+    opener = engine_traits(config.backend).opener or open_batches
+    engine: Engine = plugins.resolve(opener)(config, model_dir, served_name, codec)
+    return engine
 
 
 def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
@@ -292,7 +273,9 @@ async def start_policy(
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
     check_model_directory(model_dir)
-    if config.gpus_per_replica == 0 and config.backend not in IN_FLOW:  # OpenMP reads it when torch is imported, later
+    if (
+        config.gpus_per_replica == 0 and not engine_traits(config.backend).in_flow
+    ):  # OpenMP reads it when torch is imported, later
         threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     codec = ChatCodec(model_dir, config.max_model_len, template_date=config.template_date)

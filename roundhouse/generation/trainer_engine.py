@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from roundhouse.config.generation import IN_TRAINER, InflightRequests
+from roundhouse.config.engines import engine_traits
+from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import ChatCodec
@@ -73,7 +74,7 @@ class TrainersWeights(DirectTransport):
     publishes_engine_format = False
 
     def check(self, run: RunConfig) -> None:
-        if run.generation.backend not in IN_TRAINER:
+        if engine_traits(run.generation.backend).train_service is None:
             raise ValueError(
                 f"generation.weight_sync is trainer, but generation.backend is {run.generation.backend}, which has weights of "
                 "its own. Set generation.backend to trainer, or generation.weight_sync to store."

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roundhouse.activity import announce
-from roundhouse.config.generation import IN_FLOW
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.ports import LOOPBACK
@@ -267,7 +267,7 @@ def needed_services(config: RunConfig) -> tuple[str, ...]:
     MLflow if it tracks elsewhere or nothing, and in a cluster without Prefect if a server exists."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
     unused = set()
-    if config.generation.engine_url is not None or config.generation.backend in IN_FLOW:
+    if config.generation.engine_url is not None or engine_traits(config.generation.backend).in_flow:
         unused.add("ray")
     if isinstance(config.infra, KubernetesInfra):
         unused |= {"ray"} if config.infra.engine is not None else set()

@@ -42,7 +42,9 @@ __all__ = [
     "factory",
     "find",
     "names",
+    "resolve",
     "section",
+    "traits",
 ]
 
 T = TypeVar("T")
@@ -114,7 +116,7 @@ def factory(role: Role, name: str) -> Any:
         ConfigError: as `find`, or it cannot be imported.
     """
     package, plugin = _found(role, name)
-    return _loaded(f"{role}.{name}", package, lambda: _resolved(plugin.factory))
+    return _loaded(f"{role}.{name}", package, lambda: resolve(plugin.factory))
 
 
 def chosen(role: Role, name: str, kind: type[T] | tuple[type[T], ...], key: str) -> type[T]:
@@ -146,13 +148,23 @@ def section(role: Role, name: str) -> Any:
     """
     package, plugin = _found(role, name)
     key = f"{role}.{name}"
-    found = _loaded(key, package, lambda: _resolved(plugin.section))
+    found = _loaded(key, package, lambda: resolve(plugin.section))
     kind = getattr(found, "model_fields", {}).get("kind")
     if kind is None or get_args(kind.annotation) != (name,):
         raise ConfigError(
             f"{key}: section {plugin.section!r} of {package} has no key `kind: Literal[{name!r}]`. {_remedy(package)}"
         )
     return found
+
+
+def traits(role: Role, name: str) -> Any:
+    """Return the facts of a plug-in, without importing its factory; None if it declares none.
+
+    Raises:
+        ConfigError: as `find`, or they cannot be imported.
+    """
+    package, plugin = _found(role, name)
+    return _loaded(f"{role}.{name}", package, lambda: resolve(plugin.traits))
 
 
 def check(role: Role, name: str, chosen: Any) -> None:
@@ -163,7 +175,7 @@ def check(role: Role, name: str, chosen: Any) -> None:
     """
     package, plugin = _found(role, name)
     if plugin.check is not None:
-        _loaded(f"{role}.{name}", package, lambda: _resolved(plugin.check))(chosen)
+        _loaded(f"{role}.{name}", package, lambda: resolve(plugin.check))(chosen)
 
 
 def declarations() -> Iterator[tuple[Declaration, str]]:
@@ -204,7 +216,7 @@ def _found(role: Role, name: str) -> tuple[str, Plugin]:
     return declared[0].package, declared[0].plugin()
 
 
-def _resolved(target: str | object) -> Any:
+def resolve(target: str | object) -> Any:
     """Return the object that `module:name` names; any other object as it is."""
     if not isinstance(target, str):
         return target

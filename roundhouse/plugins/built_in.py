@@ -22,6 +22,8 @@ class Plugin:
     check: str | Callable[[Any], None] | None = None
     """Function of the section that raises a ConfigError before a run starts, for conditions that the section cannot know: a
     package, a file, a server."""
+    traits: Any = None
+    """Facts that the core asks before it imports the factory, of the type that docs/plugins.md states for the role."""
 
 
 def _environment(section: str, factory: str) -> Plugin:
@@ -42,6 +44,10 @@ def _algorithm(section: str, factory: str) -> Plugin:
 
 def _curriculum(section: str, factory: str) -> Plugin:
     return Plugin(f"roundhouse.rollout.plan:{factory}", f"roundhouse.config.rollout:{section}")
+
+
+def _engine(factory: str, traits: str) -> Plugin:
+    return Plugin(f"roundhouse.generation.{factory}", traits=f"roundhouse.config.engines:{traits}")
 
 
 def _train_service(section: str, factory: str) -> Plugin:
@@ -95,8 +101,11 @@ BUILT_IN: Mapping[str, Plugin] = {
     "curriculum.epochs": _curriculum("Epochs", "draw_epochs"),
     "curriculum.success_band": _curriculum("SuccessBand", "SuccessBandCurriculum"),
     "curriculum.custom": _curriculum("CustomCurriculum", "load_custom"),
-    "engine.vllm": Plugin("roundhouse.generation.interface:VllmGeneration"),
-    "engine.transformers": Plugin("roundhouse.generation.interface:TransformersGeneration"),
+    "engine.vllm": _engine("interface:VllmGeneration", "VLLM"),
+    "engine.transformers": _engine("interface:TransformersGeneration", "TRANSFORMERS"),
+    "engine.openai": _engine("openai_engine:OpenAIEngine", "OPENAI"),
+    "engine.trainer": _engine("trainer_engine:TrainerEngine", "TRAINER"),
+    "engine.tinker": _engine("trainer_engine:TinkerEngine", "TINKER"),
     "endpoint.tokens": Plugin("roundhouse.generation.openai_engine:OpenAIEngine"),
     "endpoint.text": Plugin("roundhouse.generation.openai_engine:TextEngine"),
     "weight_transport.store": Plugin("roundhouse.weight_sync.base:CheckpointTransport"),

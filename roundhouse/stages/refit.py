@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundhouse.activity import ACTIVITY, announce
+from roundhouse.config.engines import engine_traits
 from roundhouse.config.environments import NemoGymEnvironment, environments_in
-from roundhouse.config.generation import IN_FLOW, IN_TRAINER, inflight_requests
+from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
@@ -58,7 +59,7 @@ def engine_service(run: Run) -> EngineService:
         InfraError: Ray is not running.
     """
     config = run.config
-    if config.generation.backend in IN_FLOW:
+    if engine_traits(config.generation.backend).in_flow:
         from roundhouse.generation.standalone import engine_of_this_process
 
         return ProcessEngine(engine_of_this_process())
@@ -216,7 +217,7 @@ def ensure_version(run: Run, checkpoint: Reference, engine: EngineService | None
     except ValueError as error:
         raise ConfigError(str(error)) from error
     model = _model_to_start_from(run)
-    if generation.backend in IN_TRAINER:
+    if engine_traits(generation.backend).train_service is not None:
         from roundhouse.stages.train import lend_trainer  # which imports this module
 
         lend_trainer(run, checkpoint)

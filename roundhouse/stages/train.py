@@ -31,7 +31,6 @@ import pyarrow.compute as pc
 
 from roundhouse import plugins
 from roundhouse.activity import announce
-from roundhouse.config.generation import IN_TRAINER
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import engine_sleeps, trainer_launcher, trainer_makes_room
 from roundhouse.config.training import ProcessService, ResidentService
@@ -494,7 +493,7 @@ def _is_written_beside(run: Run, trainer: Trainer, version: int, base: Reference
     config, least = run.config, run.config.checkpoint.optimizer_beside_mib
     if least is None or version == config.iterations or config.train.lora is not None:  # an adapter may travel alone
         return False
-    if engine_sleeps(config) or config.generation.backend in IN_TRAINER or config.train.algorithm.reference_every:
+    if engine_sleeps(config) or config.train.algorithm.reference_every:
         return False
     size = sum(entry.size for entry in read_manifest(base).model_files.weights().values())
     return size >= least * 2**20 and trainer.learner.service.facts().reproducible

@@ -20,6 +20,9 @@ from roundhouse.config.placement import placement
 from roundhouse.config.reference import page
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError
+from roundhouse.generation.deployment import engine_arguments
+from roundhouse.generation.serve_app import make_engine
+from roundhouse.infra.services import needed_services
 from roundhouse.rollout.clients import open_environment, verdict_on
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.train import open_service
@@ -185,6 +188,25 @@ def test_a_package_adds_a_train_service_with_its_checks_and_its_place(site: Path
     assert parse_config(config.model_dump(mode="json")) == config
     with pytest.raises(ConfigError, match=r"train\.service\.kind is lent, but train\.lora is set"):
         parse_config({"run_id": "r", "train": {"service": {"kind": "lent"}, "lora": {}}})
+
+
+def test_a_package_adds_an_engine_with_its_traits(site: Path) -> None:
+    source = """
+    from roundhouse.config.engines import EngineTraits
+    from roundhouse.plugins import Plugin
+    def open_echo(config, model_dir, served_name, codec):
+        return (model_dir, served_name)
+    ECHO = Plugin("no_such_module:Echo", traits=EngineTraits(open_echo, in_flow=True, arguments=frozenset(("size",))))
+    """
+    install(site, "rh-echo", {"engine.echo": "rh_echo:ECHO"}, {"rh_echo": source})
+    config = parse_config({"run_id": "r", "generation": {"backend": "echo", "engine_args": {"size": 2}}})
+    engine: Any = make_engine(config.generation, "model", "policy", Any)
+    assert engine == ("model", "policy")
+    assert "ray" not in needed_services(config), "the flow's process serves it"
+    assert "sampling" not in engine_arguments(config.generation), "it receives the sampling with each request"
+    assert unnamed_code(config, []) == {}, "a person installed the code"
+    with pytest.raises(ConfigError, match=r"engine_args\.width: an engine of your own has none"):
+        parse_config({"run_id": "r", "generation": {"backend": "echo", "engine_args": {"width": 2}}})
 
 
 def test_a_package_translates_the_configuration_of_another_system(site: Path) -> None:
