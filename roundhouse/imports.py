@@ -206,6 +206,33 @@ def hide_packages(*names: str) -> Iterator[None]:
 
 
 @contextmanager
+def late_classes(*targets: str) -> Iterator[None]:
+    """Import the modules of these classes (`module:Class`) when an object is made, for code that the block imports.
+
+    A class whose module is imported already is left as it is.
+    """
+    late = [(*target.split(":"),) for target in targets if target.partition(":")[0] not in sys.modules]
+    for module, name in late:
+        sys.modules[module] = ModuleType(module)
+        setattr(sys.modules[module], name, _LateClass(name, (), {"__module__": module}))
+    try:
+        yield
+    finally:
+        for module, _ in late:
+            del sys.modules[module]
+
+
+class _LateClass(type):
+    """A class that stands for the one of the same name in its module."""
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(importlib.import_module(cls.__module__), cls.__name__)(*arguments, **keywords)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(getattr(importlib.import_module(cls.__module__), cls.__name__), name)
+
+
+@contextmanager
 def gc_paused(*, stays: bool = True) -> Iterator[None]:
     """Pause garbage collection in the block, which takes a fifth of the import time of torch and transformers.
 

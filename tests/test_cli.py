@@ -58,7 +58,8 @@ def test_help_lists_the_commands_without_loading_heavy_libraries() -> None:
     code = (
         "import sys, roundhouse.cli as c; sys.argv = ['roundhouse', '--help']\n"
         "try: c.main()\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'prefect', 'mlflow', 'pyarrow'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'prefect', 'mlflow', 'pyarrow', 'markdown_it', 'pygments'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -72,7 +73,7 @@ def test_help_answers_well_under_a_second_of_cpu() -> None:
     assert roundhouse("--help").returncode == 0
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    assert cpu < 0.9
+    assert cpu < 0.7
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

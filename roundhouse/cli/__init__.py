@@ -22,6 +22,7 @@ from roundhouse.cli import (
     store,
     training,
 )
+from roundhouse.cli.late import late_commands
 from roundhouse.cli.options import error_console, exit_code, out
 from roundhouse.errors import ConfigError, RoundhouseError
 
@@ -44,31 +45,35 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+runs.app.add_typer(reports.app)
+gym = typer.Typer(no_args_is_help=True, help="Environments by NeMo Gym's contracts: configuration, servers, data.")
+gym.add_typer(gym_servers.app)
+gym.add_typer(gym_data.app)
+COMMANDS: tuple[tuple[typer.Typer, str | None], ...] = (
+    (training.app, None),
+    (services.app, None),
+    (prefect.app, None),
+    (runs.app, "runs"),
+    (offline.app, None),
+    (offline.datasets_app, "datasets"),
+    (replay.app, None),
+    (replay.replays_app, "replays"),
+    (replay.env_app, "env"),
+    (prefect.schedule_app, "schedule"),
+    (prefect.alerts_app, "alerts"),
+    (store.app, "store"),
+    (gym, "gym"),
+    (gym_data.export_app, None),
+    (plugins.app, None),
+    (store.commands, None),
+)
+"""Groups of commands with their names, in the order of `roundhouse --help`; those without a name are commands of their own."""
 app = typer.Typer(
+    cls=late_commands(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Reinforcement learning as a durable workflow.",
 )
-app.add_typer(training.app)
-app.add_typer(services.app)
-app.add_typer(prefect.app)
-runs.app.add_typer(reports.app)
-app.add_typer(runs.app, name="runs")
-app.add_typer(offline.app)
-app.add_typer(offline.datasets_app, name="datasets")
-app.add_typer(replay.app)
-app.add_typer(replay.replays_app, name="replays")
-app.add_typer(replay.env_app, name="env")
-app.add_typer(prefect.schedule_app, name="schedule")
-app.add_typer(prefect.alerts_app, name="alerts")
-app.add_typer(store.app, name="store")
-gym = typer.Typer(no_args_is_help=True, help="Environments by NeMo Gym's contracts: configuration, servers, data.")
-gym.add_typer(gym_servers.app)
-gym.add_typer(gym_data.app)
-app.add_typer(gym, name="gym")
-app.add_typer(gym_data.export_app)
-app.add_typer(plugins.app)
-app.add_typer(store.commands)
 
 
 def _refuse_renamed(group: typer.Typer, name: str, old: str, new: str) -> None:

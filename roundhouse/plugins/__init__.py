@@ -64,6 +64,7 @@ Role = Literal[
     "train_service",
     "judge",
     "translator",
+    "command",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 

@@ -223,6 +223,31 @@ def test_a_package_translates_the_configuration_of_another_system(site: Path) ->
         parse_config({"run_id": "r", "environment": {"kind": "maz"}})
 
 
+def test_a_package_adds_commands_and_a_broken_one_disturbs_only_its_own(site: Path) -> None:
+    source = """
+    import typer
+    from roundhouse.plugins import Plugin
+
+    def walk(steps: int = 3):
+        print(f"{steps} steps")
+
+    mazes = typer.Typer(help="Mazes.")
+    mazes.command()(walk)
+    mazes.command("draw")(walk)
+    WALK, MAZES = Plugin(walk, traits="Walk through a maze."), Plugin(mazes, traits="All about mazes.")
+    """
+    names = {"command.walk": "rh_walk:WALK", "command.mazes": "rh_walk:MAZES"}
+    install(site, "rh-walk", names, {"rh_walk": source})
+    install(site, "rh-broken", {"command.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
+    listed = CliRunner().invoke(app, ["--help"], terminal_width=200).output
+    assert "Walk through a maze." in listed
+    assert "All about mazes." in listed
+    assert "train" in listed
+    assert CliRunner().invoke(app, ["walk", "--steps", "7"]).output == "7 steps\n"
+    assert CliRunner().invoke(app, ["mazes", "draw"]).output == "3 steps\n"
+    assert "rh-broken 0.3, which cannot be imported" in str(CliRunner().invoke(app, ["hole"]).exception)
+
+
 def test_the_command_lists_plugins_and_fails_for_one_that_cannot_be_used(site: Path) -> None:
     install(site, "rh-broken", {"environment.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
     listed = CliRunner().invoke(app, ["plugins", "--json"])
