@@ -14,6 +14,9 @@ evaluation target is the trace, a tree of spans in the form of NexAU's in-memory
     llm_config: {temperature: 0.7, max_tokens: 8192}
     tools:
       - {name: web_search, yaml_path: ./tools/WebSearch.yaml, binding: "web_tool:web_search"}
+    sub_agents:                                 the tool sub-agent-reader(message) plays its file; its calls are turns too
+      - {name: reader, config_path: ./reader.yaml}
+    skills: [./skills/citing]                   the tool LoadSkill(skill_name) returns the text of its SKILL.md
 
 `model`, `base_url` and `api_key` of `llm_config` are for production; in a run the policy answers.
 """
@@ -23,7 +26,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -92,6 +97,14 @@ class AgentTool(_FilePart):
     """Arguments that the model does not give."""
 
 
+class AgentReference(_FilePart):
+    """One of `sub_agents`."""
+
+    name: str
+    config_path: str
+    """From the agent's file."""
+
+
 class AgentTracer(_FilePart):
     """One of `tracers`."""
 
@@ -114,6 +127,16 @@ class AgentFile(_FilePart):
     stop_tools: tuple[str, ...] = ()
     """A call of one of these ends the rollout; its result is the answer."""
     tracers: tuple[AgentTracer, ...] = ()
+    sub_agents: tuple[AgentReference, ...] = ()
+    skills: tuple[str, ...] = ()
+    """Folders with a SKILL.md, from the agent's file."""
+
+
+class SkillHead(BaseModel):
+    """The head of a SKILL.md; what else it has is for other programs."""
+
+    name: str
+    description: str
 
 
 class ToolFile(_FilePart):
@@ -170,13 +193,39 @@ class BoundTool:
             return raised(error).text
 
 
-FilePart = TypeVar("FilePart", bound=_FilePart)
+FilePart = TypeVar("FilePart", bound=BaseModel)
+
+
+class Skill:
+    """A folder with a SKILL.md: a head in YAML between two lines `---`, and the text."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        file = folder / "SKILL.md"
+        parts = re.split(r"^---[ \t]*$", _text(file, key), maxsplit=2, flags=re.MULTILINE)
+        if len(parts) != 3 or parts[0].strip():
+            raise ConfigError(
+                f"{key}: {file} does not begin with a head between two lines ---. Write name and description there."
+            )
+        self.folder, self.text = folder, parts[2].strip()
+        head = _validated(SkillHead, yaml.safe_load(parts[1]), file)
+        self.name, self.description = head.name, head.description
+
+    def __str__(self) -> str:
+        return f"Skill {self.name} (its paths are relative to {self.folder}):\n{self.text}"
+
+
+SUB_AGENT_PREFIX = "sub-agent-"
+LOAD_SKILL = "LoadSkill"
 
 
 class NexAUAgent:
-    """An agent's file with its tools, read once for all rollouts."""
+    """An agent's file with its tools, skills and sub-agents, read once for all rollouts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, above: tuple[Path, ...] = ()) -> None:
+        """`above`: the files of the agents that have this one as a sub-agent."""
+        path = path.resolve()
+        if path in above:
+            raise ConfigError(f"{path} is a sub-agent of itself. Leave it out of sub_agents.")
         self.file = _read(AgentFile, path, "nexau_agent_config_path")
         self.tools = {
             tool.name: BoundTool(tool, path.parent, f"{path}: tools.{number}")
@@ -184,10 +233,32 @@ class NexAUAgent:
         }
         if unknown := set(self.file.stop_tools) - self.tools.keys():
             raise ConfigError(f"{path}: stop_tools names {', '.join(sorted(unknown))}, which tools has not.")
+        self.sub_agents = {
+            f"{SUB_AGENT_PREFIX}{each.name}": NexAUAgent(path.parent / each.config_path, (*above, path))
+            for each in self.file.sub_agents
+        }
+        skills = [
+            Skill(path.parent / folder, f"{path}: skills.{number}") for number, folder in enumerate(self.file.skills)
+        ]
+        self.skills = {skill.name: skill for skill in skills}
         text = self.file.system_prompt
         if text is not None and self.file.system_prompt_type != "string":
             text = _text(find_file(text, f"{path}: system_prompt", [path.parent]), f"{path}: system_prompt")
         self._prompt = None if text is None else SandboxedEnvironment(undefined=StrictUndefined).from_string(text)
+
+    @functools.cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools of a model call."""
+        schemas = [tool.schema for tool in self.tools.values()]
+        for name, agent in self.sub_agents.items():
+            text = agent.file.description or f"Ask the agent {agent.file.name}."
+            schemas.append(_text_tool(name, text, "message", "The task for the agent, with all that it has to know."))
+        if self.skills:
+            listed = "".join(f"\n- {skill.name}: {skill.description}" for skill in self.skills.values())
+            schemas.append(
+                _text_tool(LOAD_SKILL, f"Return the text of a skill. Skills:{listed}", "skill_name", "Its name.")
+            )
+        return schemas
 
     def first_messages(self, query: str, task: dict[str, Any]) -> list[dict[str, Any]]:
         """The system prompt, its fields filled in from the data item, and the query.
@@ -212,18 +283,32 @@ def read_agent(path: Path) -> NexAUAgent:
     return NexAUAgent(path)
 
 
+def _text_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
+    """Return the schema of a tool with one text as its argument."""
+    properties = {argument: {"type": "string", "description": meaning}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 def _text(path: Path, key: str) -> str:
     try:
         return decode_text(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from error
     except DataError as error:
         raise ConfigError(f"{key}: {error}") from None
 
 
 def _read(kind: type[FilePart], path: Path, key: str) -> FilePart:
     try:
-        return kind.model_validate(yaml.safe_load(_text(path, key)))
-    except (OSError, yaml.YAMLError) as error:
+        return _validated(kind, yaml.safe_load(_text(path, key)), path)
+    except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}.") from error
+
+
+def _validated(kind: type[FilePart], tree: Any, path: Path) -> FilePart:
+    try:
+        return kind.model_validate(tree)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
         unknown = [".".join(map(str, each["loc"])) for each in wrong if each["type"] == "extra_forbidden"]
@@ -234,6 +319,18 @@ def _read(kind: type[FilePart], path: Path, key: str) -> FilePart:
             ) from error
         told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)
         raise ConfigError(f"{path}: {told}.") from error
+
+
+@dataclass(slots=True)
+class _Dialog:
+    """The conversation of one agent of a rollout."""
+
+    agent: NexAUAgent
+    messages: list[dict[str, Any]]
+    spans: list[Span]
+    calls: int = 0
+    """Model calls so far."""
+    answer: str = ""
 
 
 class NexAURolloutWorker(BaseRolloutWorker):
@@ -276,39 +373,72 @@ class NexAURolloutWorker(BaseRolloutWorker):
         self.spans: list[Span] = []
 
     async def run_agent(self, task: dict[str, Any]) -> str | None:
-        agent, query = self.agent.file, self.format_task_query(task)
-        messages = self.agent.first_messages(query, task)
-        answer, limit = "", ""
-        while not limit:
-            if len(self.llm.infos) == agent.max_iterations:
-                limit = "max_turns"
-                break
-            try:
-                message = await self._asked(messages)
-            except RolloutLimit as reached:
-                limit = str(reached)
-                break
-            answer = message.get("content") or ""
+        messages = self.agent.first_messages(self.format_task_query(task), task)
+        dialog = _Dialog(self.agent, messages, self.spans)
+        try:
+            limit = await self._converse(dialog, task)
+        except RolloutLimit as reached:
+            limit = str(reached)
+        self.llm.limit = limit or self.llm.limit
+        return await self._finished(task, dialog.answer)
+
+    async def _converse(self, dialog: _Dialog, task: dict[str, Any]) -> str:
+        """Play an agent to its answer; return the limit that ended it, or an empty text.
+
+        Raises:
+            RolloutLimit: a limit of the rollout is reached, in this agent or below it.
+        """
+        agent = dialog.agent.file
+        while dialog.calls < agent.max_iterations:
+            message = await self._asked(dialog)
+            dialog.calls += 1
+            cut, used = self.llm.limit, self.llm.infos[-1]["prompt_tokens"] + self.llm.infos[-1]["response_tokens"]
+            dialog.answer = message.get("content") or ""
             calls, final = message.get("tool_calls") or [], []
             for call in calls:
                 name, arguments = call["function"]["name"], call["function"]["arguments"]
-                tool = self.agent.tools.get(name)
-                result = f"Tool '{name}' not found" if tool is None else await tool.call(arguments)
-                self.spans.append({"type": "TOOL", "name": name, "inputs": arguments, "outputs": result})
-                messages.append(tool_message(call["id"], result))
+                result = await self._result(dialog, name, arguments, task)
+                dialog.messages.append(tool_message(call["id"], result))
                 final += [result] if name in agent.stop_tools else []
+            self.llm.limit = cut  # that of this agent's reply, not of a sub-agent's
             if final:
-                return await self._finished(task, final[0])
-            if self.llm.limit or not calls:
-                return await self._finished(task, answer)
-            used = self.llm.infos[-1]["prompt_tokens"] + self.llm.infos[-1]["response_tokens"]
-            limit = "max_tokens" if used >= agent.max_context_tokens else ""
-        self.llm.limit = limit
-        return await self._finished(task, answer)
+                dialog.answer = final[0]
+                return ""
+            if cut or not calls:
+                return ""
+            if used >= agent.max_context_tokens:
+                return "max_tokens"
+        return "max_turns"
 
-    async def _asked(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _result(self, dialog: _Dialog, name: str, arguments: str, task: dict[str, Any]) -> str:
+        """Return the result of a tool call, as the model is shown it, and add its span."""
+        agent, children = dialog.agent, list[Span]()
+        span: Span = {"type": "TOOL", "name": name, "inputs": arguments}
+        dialog.spans.append(span)
+        result = f"Tool '{name}' not found"
+        if name in agent.tools:
+            result = await agent.tools[name].call(arguments)
+        elif name in agent.sub_agents:
+            below = agent.sub_agents[name]
+            span |= {"type": "AGENT", "name": below.file.name, "children": children}
+            result = await self._ask_below(below, arguments, task, children)
+        elif name == LOAD_SKILL and agent.skills:
+            skill = _argument(arguments, "skill_name")
+            result = str(agent.skills.get(skill, f"Skill '{skill}' not found"))
+        span["outputs"] = result
+        return result
+
+    async def _ask_below(self, agent: NexAUAgent, arguments: str, task: dict[str, Any], spans: list[Span]) -> str:
+        """Return a sub-agent's answer; the last one that it has if a limit of its own ends it."""
+        if not (message := _argument(arguments, "message")):
+            return json.dumps({"error": "Invalid parameters: 'message' is a required text"})
+        dialog = _Dialog(agent, agent.first_messages(message, task), spans)
+        await self._converse(dialog, task)
+        return dialog.answer
+
+    async def _asked(self, dialog: _Dialog) -> dict[str, Any]:
         """The policy's next message, which is added to the conversation."""
-        config, tools = self.agent.file.llm_config, [tool.schema for tool in self.agent.tools.values()]
+        config, tools, messages = dialog.agent.file.llm_config, dialog.agent.schemas, dialog.messages
         sampling: dict[str, Any] = {
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
@@ -324,13 +454,22 @@ class NexAURolloutWorker(BaseRolloutWorker):
                 "response_logprobs": completion.generation_log_probs,
             },
         }
-        self.spans.append({"type": "LLM", "inputs": {"messages": [*messages], "tools": tools}, "outputs": outputs})
+        dialog.spans.append({"type": "LLM", "inputs": {"messages": [*messages], "tools": tools}, "outputs": outputs})
         messages.append(completion.message)
         return completion.message
 
     async def _finished(self, task: dict[str, Any], answer: str) -> str:
         root = {"type": "AGENT", "name": self.agent.file.name, "task_name": self.task_name, "children": self.spans}
         return await self.put_trajectory(task, answer, observation=[root])
+
+
+def _argument(arguments: str, name: str) -> str:
+    """Return a text among a call's arguments; empty if it is missing or the arguments are not JSON."""
+    try:
+        value = read_arguments(arguments or "{}").get(name)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
 
 
 BaseNexAURolloutWorker = DefaultNexAURolloutWorker = NexAURolloutWorker

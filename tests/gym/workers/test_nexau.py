@@ -202,6 +202,47 @@ async def test_a_subclass_is_made_with_the_config_and_the_evaluator_is_a_paramet
         open_environment(config.model_copy(update={"parameters": {"prefix": ""}}))
 
 
+READER = {
+    "name": "page_reader",
+    "description": "Read a page.",
+    "max_iterations": 1,
+    "system_prompt": "Read on {{date}}.",
+}
+
+
+async def test_a_sub_agent_and_a_skill_are_tools_and_all_calls_are_turns(tmp_path: Path) -> None:
+    def script(messages: list[dict[str, Any]], seed: int) -> Any:
+        if messages[0]["content"] == "Read on 2026-11-23.":
+            assert messages[1] == {"role": "user", "content": "Read about France"}
+            return says("It says Paris")
+        steps = [
+            calls(("LoadSkill", {"skill_name": "citing"}), ("LoadSkill", {"skill_name": "x"})),
+            calls(("sub-agent-reader", {"message": "Read about France"}), ("sub-agent-reader", {})),
+            says("Paris"),
+        ]
+        return steps[turns_of(messages)]
+
+    (tmp_path / "reader.yaml").write_text(yaml.safe_dump(READER))
+    (tmp_path / "skills" / "citing").mkdir(parents=True)
+    (tmp_path / "skills" / "citing" / "SKILL.md").write_text(
+        "---\nname: citing\ndescription: How to cite.\n---\n\nName it.\n"
+    )
+    references = {"sub_agents": [{"name": "reader", "config_path": "./reader.yaml"}], "skills": ["./skills/citing"]}
+    rollout, _ = await play(written(tmp_path, **references), script)
+    assert (rollout.status, rollout.reward, len(rollout.turns)) == (Status.COMPLETED, 1.0, 4)
+    assert [turn.parent for turn in rollout.turns] == [None, 0, None, 1], "the sub-agent's is a root of its own"
+    spans = observation(tmp_path)
+    assert [span["type"] for span in spans] == ["LLM", "TOOL", "TOOL", "LLM", "AGENT", "AGENT", "LLM"]
+    assert spans[1]["outputs"].endswith(":\nName it.")
+    assert spans[2]["outputs"] == "Skill 'x' not found"
+    assert spans[4]["outputs"] == "It says Paris"
+    assert [span["type"] for span in spans[4]["children"]] == ["LLM"]
+    assert "'message' is a required text" in spans[5]["outputs"]
+    shown = {tool["function"]["name"]: tool["function"]["description"] for tool in spans[0]["inputs"]["tools"]}
+    assert shown["sub-agent-reader"] == "Read a page."
+    assert "- citing: How to cite." in shown["LoadSkill"]
+
+
 async def test_a_stop_tool_gives_the_answer(tmp_path: Path) -> None:
     rollout, _ = await play(written(tmp_path), lambda *_: calls(("submit", {"query": "Paris"})))
     assert (rollout.status, len(rollout.turns), target(tmp_path)["final_answer"]) == (Status.COMPLETED, 1, "PARIS")
@@ -235,8 +276,9 @@ async def test_another_temperature_than_the_runs_fails_in_training(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sub_agents": [{"name": "helper"}]}, "has sub_agents, which is not played here"),
-        ({"skills": ["./skills/x"]}, "has skills, which is not played here"),
+        ({"mcp_servers": [{"name": "helper"}]}, "has mcp_servers, which is not played here"),
+        ({"sub_agents": [{"name": "me", "config_path": "agent_config.yaml"}]}, "is a sub-agent of itself"),
+        ({"skills": ["./skills/x"]}, "skills.0: .*SKILL.md cannot be read"),
         ({"middlewares": []}, "has middlewares"),
         ({"llm_config": {"extra_body": {"min_tokens": 2}}}, r"has llm_config\.extra_body\.min_tokens"),
         ({"tool_call_mode": "xml"}, r"tool_call_mode: Input should be 'openai'"),
