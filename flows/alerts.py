@@ -66,9 +66,7 @@ class AlertKind:
 
 ALERTS = (
     AlertKind("failed_run", ("prefect.flow-run.Failed", "prefect.flow-run.Crashed"), "A flow run failed or crashed."),
-    AlertKind(
-        "stall", ("roundhouse.failure.stalled",), "Nothing moved in a stage; it was given up, and is tried again."
-    ),
+    AlertKind("stall", ("roundhouse.failure.stalled",), "A stage made no progress. It was stopped and is retried."),
     AlertKind("reward_collapse", ("roundhouse.alert.reward_collapse",), "The reward fell far below its best.", True),
     AlertKind("kl", ("roundhouse.alert.kl",), "The policy is far from its reference.", True),
     AlertKind("mismatch", ("roundhouse.alert.mismatch",), "Engine and trainer disagree about probabilities.", True),
@@ -181,6 +179,6 @@ def _block(webhook: str | None) -> Any | None:
             return Webhook.load(BLOCK)._block_document_id  # type: ignore[union-attr]
         return None
     if not webhook.startswith(("http://", "https://")):
-        raise ConfigError(f"--webhook {webhook!r} is no http:// or https:// URL.")
+        raise ConfigError(f"--webhook {webhook!r} is not an http:// or https:// URL.")
     headers: Any = {"Content-Type": "application/json"}
     return Webhook(url=webhook, headers=headers).save(BLOCK, overwrite=True)  # type: ignore[arg-type]

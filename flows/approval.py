@@ -49,7 +49,7 @@ class Approval(RunInput):
 
     decision: Literal["approve", "refuse"]
     comment: str = Field(default="", description="Why; it is kept with the answer.")
-    name: str = Field(default="", description="Who decides.")
+    name: str = Field(default="", description="Name of the person who decides.")
 
 
 def put_to_prefect(run: Run, question: PromotionQuestion) -> bool:
@@ -119,7 +119,7 @@ def carry_out(run: Run, version: int, given: ApprovalDecision) -> None:
             if not open_questions(run):
                 let_go_on(client, run.run_id, WAITS)
     except (PrefectHTTPStatusError, httpx.HTTPError, ObjectNotFound) as error:
-        log.warning("Prefect was not told of the answer about version %d: %s", version, error)
+        log.warning("Prefect did not receive the answer about version %d: %s", version, error)
 
 
 def _asked(run: Run, version: int) -> ApprovalDecision:

@@ -122,10 +122,10 @@ def _budget_form(run: Run, k: int, lines: list[str], note: str) -> type[RunInput
         for name, limit in budget_of(run).items()
     }
     fields["comment"] = (str, Field(default="", description="Why; it is kept with the raise."))
-    fields["name"] = (str, Field(default="", description="Who raises it."))
+    fields["name"] = (str, Field(default="", description="Name of the person who raises it."))
     form = create_model("RaiseBudget", __base__=RunInput, **fields)
     used = "\n".join(f"- {line}" for line in lines)
     text = (
-        f"**Run {run.run_id} rests before iteration {k}.**\n\n{used}\n\n{note}Raise what is used up; the run goes on."
+        f"**Run {run.run_id} is paused before iteration {k}.**\n\n{used}\n\n{note}Raise the used-up limits to resume."
     )
     return form.with_initial_data(description=text)

@@ -77,7 +77,7 @@ def let_go_on(client: SyncPrefectClient, run_id: str, waits_for: str = "") -> st
         return None
     reply = client.resume_flow_run(newest.id, run_input={} if details.run_input_keyset else None)
     if reply.status != SetStateStatus.ACCEPT:
-        raise InfraError(f"Prefect does not let flow run {newest.id} go on: {reply.details}")
+        raise InfraError(f"Prefect refuses to resume flow run {newest.id}: {reply.details}")
     return str(newest.id)
 
 
@@ -91,7 +91,7 @@ def _ask(run_id: str, possible: tuple[StateType, ...], state: State) -> str:
             )
         if newest.state_type not in possible:
             raise ConfigError(
-                f"Run {run_id!r} has no flow run that is {' or '.join(each.value for each in possible)}: the newest is "
+                f"Run {run_id!r} has no flow run in state {' or '.join(each.value for each in possible)}: the newest is "
                 f"{newest.state_name}."
             )
         return _set_state(client, newest, state)

@@ -140,7 +140,7 @@ class TrainForm(Form):
     preset: Annotated[str, Field(json_schema_extra=_preset_choices)] = "quickstart"
     """A file of configs/: policy, environment, and everything that is not filled in below."""
     run_id: RunId | SkipJsonSchema[None] = _optional(
-        "Identity of the run: the same id goes on with the run of that name. Empty: the preset's."
+        "Identity of the run; an existing id resumes that run. Empty: the preset's."
     )
     iterations: Count | SkipJsonSchema[None] = _optional("Policy versions to train, in all.")
     seed: Seed | SkipJsonSchema[None] = _optional("Tasks, sampling and shuffling derive from it.")
@@ -229,7 +229,7 @@ class CollectForm(RunForm):
     """Name of the dataset, whose versions are in the store as datasets/NAME/VERSION."""
     checkpoint: Literal["newest", "promoted"] = "newest"
     """The run's checkpoint that plays: the newest, or the one that evaluations promoted."""
-    version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: as checkpoint says.")
+    version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: by `checkpoint`.")
     prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")
     moment: Moment | SkipJsonSchema[None] = _optional(
@@ -237,7 +237,7 @@ class CollectForm(RunForm):
         "Empty: the moment that a schedule planned, else draw 1."
     )
     keep_last: Count | SkipJsonSchema[None] = _optional(
-        "Keep this many newest versions of the dataset and delete older ones; never one that a run trains from. Empty: all."
+        "Keep this many newest versions of the dataset and delete older ones. Versions in use by a run are kept. Empty: all."
     )
     keep_days: Days | SkipJsonSchema[None] = _optional(
         "Keep versions younger than so many days; with both, what either keeps stays. Empty: whatever their age."
@@ -329,7 +329,7 @@ class ForkForm(RunForm):
 
     new_run_id: RunId
     """Id of the fork."""
-    at: Natural | SkipJsonSchema[None] = _optional("Iteration of the parent to go on from. Empty: its newest.")
+    at: Natural | SkipJsonSchema[None] = _optional("Iteration of the parent to continue from. Empty: its newest.")
     iterations: Count | SkipJsonSchema[None] = _optional("Policy versions in all, the parent's counted.")
     seed: Seed | SkipJsonSchema[None] = _optional("Another seed draws other tasks and samples.")
     learning_rate: LearningRate | SkipJsonSchema[None] = _optional("AdamW's.")
@@ -350,7 +350,9 @@ class ReplayForm(RunForm):
     """First iteration."""
     last: Count | SkipJsonSchema[None] = _optional("Last iteration. Empty: the first alone.")
     stages: list[Literal["validate", "train"]] = Field(
-        default=["validate", "train"], min_length=1, description="What runs again; the rest is read as it was recorded."
+        default=["validate", "train"],
+        min_length=1,
+        description="Stages to run again; the others are read from the record.",
     )
     rollouts: DatasetName | SkipJsonSchema[None] = _optional(
         "Dataset with new verdicts (roundhouse rescore) instead of the recorded rollouts."

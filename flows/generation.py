@@ -118,9 +118,7 @@ class GenerationLoop:
         self._overlap.stop()
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
-            raise InfraError(
-                f"The generation loop has not ended within {_JOIN_SECONDS:g} s; its flow run says where it is."
-            )
+            raise InfraError(f"The generation loop has not ended within {_JOIN_SECONDS:g} s; see its flow run.")
 
     def _generate(self) -> None:
         run, overlap = self._run, _overlap.get()

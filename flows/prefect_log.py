@@ -24,7 +24,7 @@ from roundhouse.store.stage import Reference, read_manifest
 
 CRASH = "Crash detected!"
 SIGNALS = ("termination signal", "interrupt signal")
-ENDED = "Told to end (Cancel, Ctrl-C, or the machine's end). Complete stages are kept; Retry goes on after them."
+ENDED = "Stopped (Cancel, Ctrl-C or shutdown). Complete stages are kept; Retry continues after them."
 FIGURES: dict[str, dict[str, str]] = {
     "refit": {"refit/replica_seconds_max": "slowest replica {:.1f} s"},
     "collect": {

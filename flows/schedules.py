@@ -159,7 +159,7 @@ def _named(name: str) -> Scheduled:
         if schedule.name == name:
             return schedule
     raise ConfigError(
-        f"No schedule collects into {name!r}. There are: {', '.join(each.name for each in existing) or 'none'}."
+        f"No schedule collects into {name!r}. Available: {', '.join(each.name for each in existing) or 'none'}."
     )
 
 
@@ -167,6 +167,6 @@ def _deployment(client: SyncPrefectClient) -> Any:
     try:
         return client.read_deployment_by_name(DEPLOYMENT)
     except ObjectNotFound as error:
-        raise InfraError("The Prefect server has no deployment 'collect'. Start it with `roundhouse up`.") from error
+        raise InfraError("The Prefect server lacks the deployment 'collect'. Start it with `roundhouse up`.") from error
     except PrefectHTTPStatusError as error:
         raise InfraError(f"The Prefect server refuses: {error}") from error

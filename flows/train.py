@@ -134,7 +134,7 @@ def _refuse_unknown_metric(config: RunConfig) -> None:
     finish = config.finish
     if finish.at_least is not None and meaning_of(finish.metric) is None:
         raise ConfigError(
-            f"finish.metric is {finish.metric!r}, which no stage reports. Name one of docs/metrics.md, such as "
+            f"finish.metric is {finish.metric!r}, but no stage reports it. Name one of docs/metrics.md, such as "
             "evaluation/reward/mean or reward/mean."
         )
 

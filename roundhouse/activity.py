@@ -473,6 +473,6 @@ def _stalled(stage: str, about: str, limit: float, parts: list[Work], supervisio
     place = f"\n  it stands at {' '.join(line.strip() for line in stands[-2:])}" if stands else ""
     what = f" Stuck are:{named}{more}" if leaves else ""
     return Stalled(
-        f"{stage} ({about}): nothing has moved for {limit:g} s (failures.stall_seconds); the attempt is given up.{what}{place}",
+        f"{stage} ({about}): nothing has moved for {limit:g} s (failures.stall_seconds); the attempt ends.{what}{place}",
         stack,
     )

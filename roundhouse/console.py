@@ -357,8 +357,8 @@ def print_summary(console: Console, summary: dict[str, Any], links: dict[str, st
             console.print(f"  {name}: {means}{difference}")
             if change is not None and change["high"] < 0:
                 console.print(
-                    f"  [yellow]{name} fell by more than chance explains. A KL to the starting policy "
-                    "(train.algorithm.kl_coefficient) or a lower train.optimizer.learning_rate keeps more of it.[/]"
+                    f"  [yellow]{name} fell significantly. A KL to the starting policy "
+                    "(train.algorithm.kl_coefficient) or a lower train.optimizer.learning_rate preserves more of it.[/]"
                 )
     if (converted := summary.get("converted_from")) is not None:
         console.print(f"starting policy: {escape(converted)}, dequantised to float32: not the published weights")

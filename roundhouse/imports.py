@@ -89,8 +89,8 @@ def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases
         for each, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, kind) and not each.startswith("_")
     )
-    what = f"has no {name}" if symbol is None else f"has a {name} that is no {kinds}"
-    raise ConfigError(f"{key} is {target!r}: {where} {what}. There are: {', '.join(existing) or f'no {kinds}'}.")
+    what = f"has no {name}" if symbol is None else f"has a {name}, which is not a {kinds}"
+    raise ConfigError(f"{key} is {target!r}: {where} {what}. Available: {', '.join(existing) or f'no {kinds}'}.")
 
 
 def load_function(target: str, key: str, bases: Sequence[str | Path] = ()) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def load_function(target: str, key: str, bases: Sequence[str | Path] = ()) -> Ca
         each for each, value in vars(module).items() if inspect.isfunction(value) and not each.startswith("_")
     )
     raise ConfigError(
-        f"{key} is {target!r}: {where} has no function {name}. There are: {', '.join(existing) or 'none'}."
+        f"{key} is {target!r}: {where} has no function {name}. Available: {', '.join(existing) or 'none'}."
     )
 
 

@@ -58,6 +58,6 @@ def _without_own_code(load: Callable[..., Any], name: str, *arguments: Any, **op
         if "trust_remote_code" not in str(error):
             raise
         raise ConfigError(
-            f"The model directory {name} can only be loaded by code that it brings (auto_map), which is not executed. Take a "
-            "model of an architecture that transformers has."
+            f"The model directory {name} needs its own code to load (auto_map), which is never executed. Use an "
+            "architecture that transformers supports."
         ) from error

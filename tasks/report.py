@@ -187,7 +187,7 @@ def _await_artifacts(run: Run) -> None:
 def _log_failure(iteration: int, sent: Future[None]) -> None:
     """Log a page that could not be made, without failing the run: the store has all its data."""
     if (error := sent.exception()) is not None:
-        log.warning("Prefect has no artifacts of iteration %d: %s", iteration, error)
+        log.warning("Prefect did not store the artifacts of iteration %d: %s", iteration, error)
 
 
 def _link(run: Run, tracker: Tracker) -> None:

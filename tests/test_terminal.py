@@ -57,7 +57,7 @@ def test_cells_and_columns_show_control_characters(monkeypatch: pytest.MonkeyPat
 
 
 LISTED = ("quickstart", "not started", "3 min", "single-turn", "26/26", "0.226 ± 0.033", "0.902 ± 0.023")
-REASON = "the engine has no HTTP server there, is refitting, or is overloaded"
+REASON = "no HTTP server listens there, or the engine is refitting or overloaded"
 
 
 @pytest.mark.parametrize("width", [None, 200, 80, 40])

@@ -42,7 +42,7 @@ def _settled(orphan: FlowRun) -> State:
         return Cancelled(message="Its process had ended already.")
     if orphan.state_type == StateType.PENDING:
         return Scheduled(message="It had been taken up by a process that is gone.")
-    return Crashed(message="Its process is gone. Retry goes on at the stage where it was.")
+    return Crashed(message="Its process has ended. Retry continues at its last stage.")
 
 
 def end_generation_loops(run_id: str) -> None:
@@ -60,7 +60,7 @@ def end_generation_loops(run_id: str) -> None:
             )
             for loop in flow_runs:
                 ended: State = Cancelled(
-                    message="It ended with the run's process. The run begins another when it goes on."
+                    message="It ended with the run's process. The run starts another when it continues."
                 )
                 client.set_flow_run_state(loop.id, ended, force=True)
     except httpx.HTTPError as error:  # nothing depends on it

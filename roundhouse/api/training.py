@@ -120,7 +120,9 @@ def _run_child(file: str, config: RunConfig) -> None:
     if code:
         kind = ERRORS.get(code, RoundhouseError)
         raise kind(
-            errors[-1] if errors else f"The training process ended with exit code {code}; its last lines say why."
+            errors[-1]
+            if errors
+            else f"The training process ended with exit code {code}; its last lines give the reason."
         )
 
 

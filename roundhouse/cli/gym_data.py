@@ -104,19 +104,21 @@ def _report(summary: Summary, *, require_complete: bool = False) -> None:
 
 @app.command()
 def reverify(
-    rollouts: Annotated[Path, typer.Option(help="Rollouts file to judge anew.")],
+    rollouts: Annotated[Path, typer.Option(help="Rollouts file to judge again.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Rollouts file to write.")],
-    inputs: Annotated[Path | None, typer.Option(help="Materialized inputs, if not beside the rollouts.")] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(help="Materialized inputs, if not in the folder of the rollouts.")
+    ] = None,
     head: Annotated[
         str | None, typer.Option(help="Base URL of a head server that knows the resources servers.")
     ] = None,
     resources_url: Annotated[str | None, typer.Option(help="Base URL of one resources server for all rows.")] = None,
     judge_failed_only: Annotated[
-        bool, typer.Option("--judge-failed-only", help="Keep what was judged; judge the rows whose judge failed.")
+        bool, typer.Option("--judge-failed-only", help="Keep existing verdicts and judge the rows without one.")
     ] = False,
     append: Annotated[bool, typer.Option("--append", help="Add recovered rows to an output that is there.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output lacks.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume: run the rows that the output lacks.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Judge by servers that are not stateless, into unsafe_….")
     ] = False,
@@ -156,9 +158,9 @@ def reverify(
 
 @app.command()
 def profile(
-    rollouts: Annotated[Path, typer.Option(help="Rollouts file; its materialized inputs lie beside it.")],
+    rollouts: Annotated[Path, typer.Option(help="Rollouts file; its materialized inputs are in the same folder.")],
     inputs: Annotated[Path | None, typer.Option(help="Materialized inputs, if they lie elsewhere.")] = None,
-    allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile what there is.")] = False,
+    allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Profile incomplete results, too.")] = False,
 ) -> None:
     """Write statistics of each task's rollouts, each agent's and each repeat's, as files next to the rollouts."""
     from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
@@ -176,7 +178,7 @@ def profile(
 
 @app.command()
 def collate(
-    config: Annotated[list[Path], typer.Argument(help="NeMo Gym configuration whose agents have datasets.")],
+    config: Annotated[list[Path], typer.Argument(help="NeMo Gym configuration; its agents name the datasets.")],
     output_dir: Annotated[Path, typer.Option(help="Directory of the collated files.")],
     mode: Annotated[str, typer.Option(help="train_preparation or example_validation")] = "train_preparation",
     search_dir: Annotated[list[Path] | None, typer.Option(help="Where data files are looked for.")] = None,
@@ -225,7 +227,7 @@ def demonstrations(
         conversations = loaded.demonstrations("train", count, good_fraction, seed)
     except NotImplementedError as error:
         raise ConfigError(
-            f"The environment {environment} has no demonstrations. Give it the method, or write rows."
+            f"The environment {environment} has no demonstrations. Add the method `demonstrations` to its class, or write rows."
         ) from error
     tools = chat_tools(loaded.tool_schemas())
     rows = [
@@ -239,7 +241,7 @@ def demonstrations(
 
 @app.command("import")
 def import_file(
-    file: Annotated[Path, typer.Argument(help="Rollouts file; inputs and failures beside it are read, too.")],
+    file: Annotated[Path, typer.Argument(help="Rollouts file; inputs and failures in its folder are read, too.")],
     name: Annotated[str, typer.Option(help="Name of the dataset.", callback=store_name)],
     version: Annotated[str, typer.Option(help="Version of the dataset.", callback=store_name)] = "v000001",
     store: NewStoreOption = DEFAULT_STORE,
@@ -260,7 +262,7 @@ def export(
     output: Annotated[Path, typer.Option(help="Directory to write to.")],
     iteration: Annotated[int | None, typer.Option(help="Iteration of a run.", min=1)] = None,
     stage: Annotated[str, typer.Option(help="Stage of the iteration: collect or evaluate.")] = "collect",
-    agent: Annotated[str | None, typer.Option(help="Agent for rows whose task names none.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Agent for rows without one.")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write collected rollouts as NeMo Gym's files: rollouts, inputs and failures as JSON lines."""

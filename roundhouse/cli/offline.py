@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @app.command("train-offline")
 def train_offline(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose checkpoint training starts from.")],
-    new: Annotated[str, typer.Option("--run-id", help="Id of the new run; the same id goes on with it.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run; training starts from its checkpoint.")],
+    new: Annotated[str, typer.Option("--run-id", help="Id of the new run; the same id resumes it.")],
     dataset: Annotated[
         list[str],
         typer.Option(
@@ -65,7 +65,7 @@ def train_offline(
     from roundhouse.store.run import load_run
 
     if method not in (methods := get_args(Method)):
-        raise ConfigError(f"--method {method!r} is none of {', '.join(methods)}.")
+        raise ConfigError(f"--method {method!r} is unknown. Methods: {', '.join(methods)}.")
     passes = [] if epochs is None else [f"offline.epochs={epochs}"]
     config = offline_config(
         store,
@@ -127,9 +127,9 @@ def datasets_prune(
     from roundhouse.stages.datasets import dataset_names, retain_versions
 
     if keep_last is None and keep_days is None:
-        raise typer.BadParameter("say what to keep: --keep-last, --keep-days or both.")
+        raise typer.BadParameter("nothing to keep is named. Set --keep-last, --keep-days or both.")
     if name not in (existing := dataset_names(store)):
-        raise StoreError(f"No dataset {name!r}. There are: {', '.join(existing) or 'none'}.")
+        raise StoreError(f"No dataset {name!r}. Available: {', '.join(existing) or 'none'}.")
     gone = retain_versions(store, name, keep_last, keep_days, dry_run=not delete)
     for uri in gone:
         out(uri)
@@ -148,7 +148,7 @@ def dataset_facts(store: str, name: str | None = None) -> list[dict[str, Any]]:
 
     names = dataset_names(store)
     if name is not None and name not in names:
-        raise StoreError(f"No dataset {name!r}. There are: {', '.join(names) or 'none'}.")
+        raise StoreError(f"No dataset {name!r}. Available: {', '.join(names) or 'none'}.")
     try:
         users = users_of_datasets(store)
     except StoreError as error:  # of one run; the versions are readable

@@ -73,7 +73,7 @@ def deploy_command(
     namespace: Annotated[
         str | None, typer.Option(help="Namespace of the flow runs' Jobs; the template's default when left out.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be made or changed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the changes.")] = False,
     as_json: JsonOption = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
@@ -87,7 +87,7 @@ def deploy_command(
     os.environ[PRESETS_VARIABLE] = str(shipped(presets))
     if not preset_names():
         raise ConfigError(
-            f"--presets {presets}: no run configurations are there, so that the form of `train` has no choice."
+            f"--presets {presets}: it has no run configurations for the form of `train`. Name a folder with YAML files."
         )
     pool = read_template(shipped(template))
     if namespace is not None:
@@ -120,7 +120,7 @@ NameArgument = Annotated[str, typer.Argument(help="The dataset's name.")]
 def schedule_collect(
     cron: Annotated[str, typer.Option(help="When: five fields, such as '0 2 * * *' for 02:00 every night.")],
     name: Annotated[str, typer.Option(help="Name of the dataset.")],
-    run: Annotated[str, typer.Option(help="The run whose checkpoint plays.")],
+    run: Annotated[str, typer.Option(help="Run; its checkpoint plays.")],
     version: Annotated[int | None, typer.Option(help="Policy version; the newest when left out.", min=0)] = None,
     promoted: Annotated[
         bool, typer.Option("--promoted", help="With the checkpoint that is promoted at that moment.")
@@ -129,7 +129,7 @@ def schedule_collect(
         int | None, typer.Option(help="Versions of the dataset to keep; all when left out.", min=1)
     ] = None,
     keep_days: Annotated[float | None, typer.Option(help="Days for which a version is kept at least.")] = None,
-    timezone: Annotated[str, typer.Option(help="In whose hours: UTC, Europe/Berlin, …")] = "UTC",
+    timezone: Annotated[str, typer.Option(help="Time zone: UTC, Europe/Berlin, …")] = "UTC",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the run's configuration.")
     ] = None,
@@ -235,7 +235,7 @@ def _moment(moment: datetime | None) -> str:
 
 
 alerts_app = typer.Typer(
-    no_args_is_help=True, help="Be told when a run fails, stalls, collapses or has used its budget."
+    no_args_is_help=True, help="Send a message when a run fails, stalls, collapses or has used its budget."
 )
 
 
@@ -283,7 +283,7 @@ def alerts_remove(state: StateOption = DEFAULT_STATE) -> None:
     at_prefect(state)
     from roundhouse_flows.alerts import remove
 
-    out(f"removed: {', '.join(remove()) or 'there was none'}")
+    out(f"removed: {', '.join(remove()) or 'nothing'}")
 
 
 def _show(automations: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ DIFFERS = 1
 """Exit code if a replay without substitutions differs, or if an environment fails its test."""
 METRICS_SHOWN, ROWS_SHOWN, FLIPS_SHOWN = 6, 20, 10
 
-JudgedRun = Annotated[str | None, typer.Argument(metavar="RUN", help="The run whose rollouts are judged.")]
+JudgedRun = Annotated[str | None, typer.Argument(metavar="RUN", help="Run; its rollouts are judged.")]
 JudgedDatasets = Annotated[
     list[str] | None,
     typer.Option("--dataset", help="Instead of a run: nightly, nightly@all, nightly@<version>; may be repeated."),
@@ -70,13 +70,15 @@ def span_of(text: str) -> range:
     """
     first, colon, last = text.partition(":")
     if not first.isdecimal() or (colon and not last.isdecimal()):
-        raise typer.BadParameter(f"{text!r} is no span of iterations: give first:last, such as 10:20, or one number.")
+        raise typer.BadParameter(
+            f"{text!r} is not a span of iterations. Give first:last, such as 10:20, or one number."
+        )
     return range(int(first), int(last if colon else first) + 1)
 
 
 @app.command("replay")
 def replay_run(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose stages run again.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run; its stages run again.")],
     iterations: Annotated[str, typer.Option(help="first:last, such as 10:20, or one iteration.")],
     stage: ReplayedStages = None,
     overrides: Overrides = None,
@@ -89,7 +91,7 @@ def replay_run(
         typer.Option("--gate", help="A bound of the drift gate, such as max_kl=0.2; may be repeated."),
     ] = None,
     gated: Annotated[
-        bool, typer.Option("--drift-gate/--no-drift-gate", help="Stop where the data is no longer the policy's own.")
+        bool, typer.Option("--drift-gate/--no-drift-gate", help="Stop when the data no longer fits the policy.")
     ] = True,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
@@ -129,9 +131,9 @@ def replay_run(
     out_json(comparison.as_json()) if as_json else _show(comparison)
     if comparison.stopped is not None:
         raise DataError(
-            f"Stopped at iteration {comparison.stopped['iteration']}, whose recorded rollouts are no longer the policy's own: "
+            f"Stopped at iteration {comparison.stopped['iteration']}, because its recorded rollouts no longer fit the policy: "
             f"{'; '.join(comparison.stopped['reasons'])}. The versions before it are in {comparison.uri}. Raise the bound with "
-            "--gate, or collect anew from there."
+            "--gate, or collect again from there."
         )
     if not comparison.equal and not comparison.substituted:
         raise typer.Exit(DIFFERS)
@@ -233,14 +235,14 @@ def rescore_rollouts(
 
 @app.command("bisect")
 def bisect_run(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run whose metric fell.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run; its metric fell.")],
     metric: Annotated[str, typer.Option(help="held_out_reward, or reward of the collections.")] = "held_out_reward",
     against: Annotated[
-        str | None, typer.Option(help="A run whose configuration is right; left out, the parent of a fork.")
+        str | None, typer.Option(help="Run with the right configuration. Default: the parent of a fork.")
     ] = None,
     overrides: Overrides = None,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Measure replayed versions with the run's engine, which is started.")
+        bool, typer.Option("--evaluate", help="Start the run's engine and evaluate replayed versions with it.")
     ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave all replays in the store, not only the deciding one.")
@@ -310,7 +312,7 @@ def _show_bisection(found: Bisection) -> None:
         terminal.print(
             Text(
                 f"Likely cause: {found.likely}, between versions {fall.good} and {fall.bad}. It was not measured: recorded "
-                f"rollouts say too little of the weights that it gives. To measure it: roundhouse bisect {found.run_id} "
+                f"rollouts cannot judge its weights. To measure it: roundhouse bisect {found.run_id} "
                 f"--metric {found.metric} --evaluate",
                 style="bold",
             )
@@ -328,9 +330,11 @@ def branch_turn(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run that collected the rollouts.")],
     rollout: Annotated[list[str], typer.Option(help="Id of a stored rollout, such as train/7/0; may be repeated.")],
     iteration: Annotated[int, typer.Option(help="The iteration that collected them.", min=0)],
-    turn: Annotated[int, typer.Option(help="The first turn that is made anew; 0 is the first reply.", min=0)],
+    turn: Annotated[int, typer.Option(help="First turn to sample again; 0 is the first reply.", min=0)],
     name: Annotated[str, typer.Option(help="Dataset that gets the branches.", callback=store_name)],
-    version: Annotated[str, typer.Option(help="Policy version that goes on: newest, promoted or a number.")] = "newest",
+    version: Annotated[
+        str, typer.Option(help="Policy version that continues: newest, promoted or a number.")
+    ] = "newest",
     samples: Annotated[int, typer.Option(help="Branches of each rollout.", min=1)] = 4,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,

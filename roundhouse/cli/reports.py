@@ -25,7 +25,7 @@ STATES = {
     "working": "[green]working[/]",
     "idle": "[green]idle[/], between stages",
     "ended": "ended",
-    "silent": "[red]silent[/]: its process is gone, or hangs altogether; start the run again, it goes on where it stopped",
+    "silent": "[red]silent[/]: its process has ended or hangs. Start the run again to resume",
 }
 COLORS = {"healthy": "green", "warning": "yellow", "error": "red"}
 
@@ -88,12 +88,12 @@ WHY = {
     "untrained": "no weight, its group had one reward throughout",
     "masked": "the loss skips their turn",
     "skipped": "the iteration was skipped",
-    "pending": "collected, and not trained on yet; of CPU, what is at work",
+    "pending": "collected, and not trained on yet; of CPU: in use",
     "evaluated": "held-out tasks",
     "datasets": "collected for datasets",
     "branched": "new turns of branches",
     "replayed": "stages run again",
-    "judged": "answers of a rubric's judge, and stored rollouts judged anew",
+    "judged": "answers of a rubric's judge, and stored rollouts judged again",
     "repeated": "calls on record that had to be made again",
     "interrupted": "attempts and programs killed, to their last sign of life",
     "driver": "the flow itself, checks of the engine, failed attempts",
@@ -216,7 +216,8 @@ def runs_doctor(
     run_id: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="A run that has collected; what binds takes a synchronous one with two iterations."
+            metavar="RUN",
+            help="Run with a collected iteration. The bottleneck needs a synchronous run with two iterations.",
         ),
     ],
     since: Annotated[
@@ -292,7 +293,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 @app.command("lineage")
 def lineage(
     run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="A run.")] = None,
-    version: Annotated[int | None, typer.Argument(metavar="VERSION", help="A policy version of it.", min=0)] = None,
+    version: Annotated[int | None, typer.Argument(metavar="VERSION", help="Policy version of the run.", min=0)] = None,
     row: Annotated[str | None, typer.Option("--row", help="A task_id: which checkpoints it went into.")] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
@@ -357,10 +358,10 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     from rich.text import Text
 
     terminal = console()
-    place = found.checkpoint or "deleted by retention; what it was made from is still here"
+    place = found.checkpoint or "deleted by retention; its inputs are still here"
     terminal.print(Text(f"{found.run_id}, version {found.version}", style="bold"), Text(place, style="dim"))
     if found.version == 0:
-        return terminal.print("The starting policy: no iteration stands behind it.")
+        return terminal.print("The starting policy; no iteration made it.")
     for segment in found.segments:
         if segment.note:
             terminal.print(Text(segment.note, style="yellow"))

@@ -277,7 +277,7 @@ def runs_pause(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: StateO
     at_prefect(state_of(store, state))
     from roundhouse_flows.controls import pause
 
-    out(f"{run_id}: flow run {pause(run_id)} stops at the next border. Go on: roundhouse runs resume {run_id}")
+    out(f"{run_id}: flow run {pause(run_id)} pauses before its next stage. Continue: roundhouse runs resume {run_id}")
 
 
 @app.command("cancel")
@@ -293,7 +293,7 @@ def runs_cancel(run_id: str, store: NewStoreOption = DEFAULT_STORE, state: State
 def runs_fork(
     run_id: Annotated[str, typer.Argument(help="The parent.")],
     new: Annotated[str, typer.Option("--run-id", help="Id of the new run.")],
-    at: Annotated[int | None, typer.Option(help="Iteration to go on from; the newest when left out.", min=0)] = None,
+    at: Annotated[int | None, typer.Option(help="Iteration to continue from. Default: the newest.", min=0)] = None,
     overrides: Overrides = None,
     store: StoreOption = DEFAULT_STORE,
     train: Annotated[bool, typer.Option("--train", help="Train it right away.")] = False,
@@ -312,7 +312,7 @@ def runs_fork(
     fork = fork_run(config)
     assert fork.parent is not None, "a fork has one"
     out(
-        f"{new} goes on from {run_id} at version {fork.parent.version}; its next iteration is {fork.parent.version + 1}."
+        f"{new} continues {run_id} from version {fork.parent.version}; its next iteration is {fork.parent.version + 1}."
     )
     if train:
         train_run(config, dry_run, hints=[])
@@ -354,7 +354,7 @@ def _rewards(facts: dict[str, Any]) -> list[float]:
 def runs_approve(
     run_id: str,
     version: Annotated[
-        int | None, typer.Argument(help="Policy version; left out: list those that wait.", min=0)
+        int | None, typer.Argument(help="Policy version. Default: list the versions that wait.", min=0)
     ] = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="Do not promote it.")] = False,
     comment: Annotated[str, typer.Option(help="Why; kept with the answer.")] = "",

@@ -19,7 +19,8 @@ app = typer.Typer()
 @app.command()
 def up(
     config: Annotated[
-        Path | None, typer.Argument(help="Run configuration whose infra section names state directory and databases.")
+        Path | None,
+        typer.Argument(help="Run configuration; its infra section names the state directory and databases."),
     ] = None,
     overrides: Overrides = None,
     state: StateOption = DEFAULT_STATE,
@@ -48,7 +49,7 @@ def up(
         f"export PREFECT_API_URL={variables['PREFECT_API_URL']}",
         f'export PREFECT_API_AUTH_STRING="$({password})"',
         f"export MLFLOW_TRACKING_URI={variables['MLFLOW_TRACKING_URI']}",
-        f"To sign in to the Prefect page, open {started.prefect_sign_in_url}, or paste what this prints: {password}",
+        f"To sign in to the Prefect page, open {started.prefect_sign_in_url}, or paste the output of: {password}",
     ):
         terminal.print(line, highlight=False, soft_wrap=True, markup=False)
     if (store := state / "store").is_dir():
@@ -118,7 +119,7 @@ def train_server(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8500,
     processes: Annotated[
-        int, typer.Option("--processes", help="Ranks that hold the model together, each on a GPU of its own.", min=1)
+        int, typer.Option("--processes", help="Ranks that share the model; each has one GPU.", min=1)
     ] = 1,
     context_parallel: Annotated[int, typer.Option("--context-parallel", help="Ranks to a microbatch.", min=1)] = 1,
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", help="Ranks to a matrix.", min=1)] = 1,

@@ -106,7 +106,7 @@ def quickstart(
         "roundhouse train configs/single-turn.yaml  a single-turn task",
         "roundhouse train configs/discovery.yaml    a search that no demonstration shows (slower)",
         "roundhouse runs export-model quickstart --output model/  the trained model as a Hugging Face directory",
-        "docs/concepts.md                           what has just happened, and where it lies",
+        "docs/concepts.md                           what this run did, and where its files are",
         "roundhouse down                            stop the Prefect and MLflow pages",
     ]
     train_run(ready(load(config, overrides), dry_run), dry_run, hints)
@@ -453,7 +453,7 @@ def simulate(
         out(
             f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row"
         )
-        console().print("\nage of what was trained on, in versions: share of rollouts", highlight=False)
+        console().print("\nage of the trained rollouts in versions, as shares", highlight=False)
         for row in rows:
             shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
             out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")

@@ -179,11 +179,11 @@ def refuse_many_failures(rollouts: Sequence[Rollout], config: RolloutConfig, eng
     )
     if all(rollout.failure_kind is FailureKind.DATA for rollout in failed):
         raise FailingRollouts(
-            f"{many}. All of them failed by their data, so that another attempt would fail in the same way: correct the cause, "
-            "then start the run again. What finished is kept; only the rest is generated."
+            f"{many}. All of them failed by their data, and another attempt would fail again. Correct the cause, then start "
+            "the run again. Finished rollouts are kept; only the rest is generated."
         )
     raise TooFewRollouts(
-        f"{many} (engine: {engine_url}). What finished is kept; the next attempt generates only the rest."
+        f"{many} (engine: {engine_url}). Finished rollouts are kept; the next attempt generates only the rest."
     )
 
 

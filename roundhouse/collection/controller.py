@@ -218,7 +218,7 @@ def event_from_json(line: str) -> Event:
         return kind(**{name: _frozen(value) for name, value in fields.items()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{line[:200]!r} is no event of a journal: {error!r}. Cut the journal before this line."
+            f"{line[:200]!r} is not an event of a journal: {error!r}. Cut the journal before this line."
         ) from None
 
 
@@ -491,7 +491,7 @@ class Controller:
     @apply.register
     def _(self, event: ReplicaJoined) -> None:
         if event.replica in self.replicas:
-            raise DataError(f"{event.replica} is there already; tell of its loss first.")
+            raise DataError(f"{event.replica} is known already. Report its loss first.")
         self.replicas[event.replica] = self._joining(event.version)
 
     @apply.register
@@ -550,7 +550,7 @@ class Controller:
 
     def _replica(self, name: str) -> ControlledReplica:
         if name not in self.replicas:
-            raise DataError(f"There is no replica {name}; there are: {', '.join(self.replicas) or 'none'}.")
+            raise DataError(f"Replica {name} is unknown. Replicas: {', '.join(self.replicas) or 'none'}.")
         return self.replicas[name]
 
     def _check_training(self, iteration: int) -> None:

@@ -186,7 +186,7 @@ class InProcessRunner(RolloutRunner[OpenCollection, Parts]):
                 return
             for key, task in list(opened.running.items()):
                 if key in dispatch.controller.pool.running:
-                    dispatch.tell(happened.RolloutEvicted(*key, "its stage was given up"))
+                    dispatch.tell(happened.RolloutEvicted(*key, "its stage was cancelled"))
                 self._call_soon(task.cancel)
 
     def _is_at_work(self, opened: OpenCollection) -> bool:

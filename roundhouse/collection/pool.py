@@ -460,7 +460,7 @@ class GroupPool:
             self.complete_of[self.terms.iteration_of(position)] -= 1
 
 
-_TELL = "It is the word of an attempt that was given up, or told twice: drop it."
+_TELL = "It is stale or a duplicate. Drop it."
 
 
 def _name(key: Key) -> str:

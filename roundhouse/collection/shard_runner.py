@@ -189,7 +189,7 @@ class RunningShard:
                 opened.error = error  # rather than one of a lost worker: to repeat cannot help
             finally:
                 with self.dispatch as dispatch:
-                    self.evict("its stage was given up" if opened.stopped.is_set() else "its worker was lost")
+                    self.evict("its stage was cancelled" if opened.stopped.is_set() else "its worker was lost")
                     opened.finished.pop(self.shard.label, None)
                     opened.attempt.charge(time.thread_time() - began_cpu)
                     at_work.discard(self)

@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return carry_out(options.spec, _say)
     except KeyboardInterrupt:
-        sys.stderr.write("The shard was told to end. What it had finished is in the store.\n")
+        sys.stderr.write("The shard was stopped. Its finished rollouts are in the store.\n")
         return EXIT_CODES[InfraError]
 
 

@@ -251,7 +251,9 @@ class ShardedAttempt:
         """
         report = _read_report(task.place)
         if report is None:
-            raise InfraError(f"The worker of {task.label} ended well, but {task.place.uri} has no whole report of it.")
+            raise InfraError(
+                f"The worker of {task.label} ended without an error, but {task.place.uri} has no complete report."
+            )
         return self._checked(shard, report, fresh=True)
 
     def take(self, outcomes: Sequence[ShardOutcome]) -> None:

@@ -137,7 +137,7 @@ class CommandClient(ClientWithRows):
         super().__init__(train, heldout)
         program = shutil.which(config.command[0])
         if program is None:
-            raise ConfigError(f"environment.command begins with {config.command[0]!r}, which is no program on PATH.")
+            raise ConfigError(f"environment.command begins with {config.command[0]!r}, which is not a program on PATH.")
         if missing := [name for name in config.variables if name not in os.environ]:
             raise ConfigError(f"environment.variables names {', '.join(missing)}, which are not set. Set them.")
         self.name = Path(program).name
@@ -362,7 +362,7 @@ def _result(path: Path) -> dict[str, Any] | None:
             f"The program's result file cannot be read: {error}. Write one small JSON object into it."
         ) from error
     except ValueError as error:
-        raise CommandFailed(f"The program's result file is no JSON: {error}") from error
+        raise CommandFailed(f"The program's result file is not JSON: {error}") from error
     if not isinstance(result, dict):
         raise CommandFailed(f"The program's result file holds a {type(result).__name__}; it must be an object.")
     return result

@@ -253,7 +253,9 @@ def _resolved(tree: Tree, origin: str) -> Tree:
         plain: Any = OmegaConf.to_container(OmegaConf.create(_secrets_named(tree, "", origin)), resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{origin}: {getattr(error, 'full_key', '')}: {reason}. Set what it refers to.") from error
+        raise ConfigError(
+            f"{origin}: {getattr(error, 'full_key', '')}: {reason}. Set the value that it refers to."
+        ) from error
     return plain
 
 

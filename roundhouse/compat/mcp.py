@@ -429,7 +429,7 @@ async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str,
             "environment.session_mcp: false passes the offer over."
         )
     if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
-        raise SeedFailed(f"{where} offers MCP with headers that are no texts: {headers!r}")
+        raise SeedFailed(f"{where} offers MCP with headers that are not texts: {headers!r}")
     server = offer["server_name"]
     connection = await McpConnection.open(server, base_url + path, headers)
     offered = _OfferedSession(session, [connection])
@@ -500,7 +500,7 @@ class McpEndpoint:
         if not token:
             raise MCPError(
                 INVALID_REQUEST,
-                f"The header {TOKEN_HEADER} is missing: send the one that /seed_session gave for this rollout.",
+                f"The header {TOKEN_HEADER} is missing. Send the value from /seed_session of this rollout.",
                 FAILURE,
             )
         try:

@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
         if (self.schedule == "constant") != (self.decay_steps is None):
             raise ValueError(
                 f"schedule {self.schedule} with decay_steps {self.decay_steps}: a linear or cosine schedule needs decay_steps "
-                "(optimizer steps: iterations times minibatches times epochs), a constant one has none"
+                "(optimizer steps: iterations times minibatches times epochs), a constant one takes none"
             )
         return self
 
@@ -227,12 +227,12 @@ class TokenLoss(Section):
             )
         if self.adaptive_kl is not None and self.kl_coefficient == 0:
             raise ValueError(
-                "adaptive_kl multiplies kl_coefficient, which is 0 and would stay so. Set kl_coefficient, 0.1 for example."
+                "adaptive_kl multiplies kl_coefficient, which is 0 and would stay 0. Set kl_coefficient, 0.1 for example."
             )
         if self.reference_every is not None and self.reference_source != "start":
             raise ValueError(
-                f"reference_every is {self.reference_every}, but there is no reference to renew. Set kl_coefficient, 0.01 for "
-                "example, or leave reference_every out."
+                f"reference_every is {self.reference_every}, but the run has no reference to renew. Set kl_coefficient, 0.01 "
+                "for example, or remove reference_every."
             )
         if self.kl_importance_weighting and self.kl_placement == "reward":
             raise ValueError(
@@ -333,7 +333,7 @@ class PolicyGradient(TokenLoss):
             ),
             (
                 kind in ("cispo", "reinforce") and ratio != "token",
-                f"importance_ratio {ratio} has no meaning with policy_loss {kind}. Set importance_ratio to token, or "
+                f"importance_ratio {ratio} has no effect with policy_loss {kind}. Set importance_ratio to token, or "
                 "policy_loss to clipped.",
             ),
             (
@@ -402,8 +402,8 @@ class GroupRelativeConfig(PolicyGradient):
         if self.reward != RewardShaping() or self.kl_placement == "reward":
             key = "reward" if self.reward != RewardShaping() else "kl_placement: reward"
             raise ValueError(
-                f"turn_discount is {self.turn_discount} beside {key}, which changes the reward of whole rollouts. Unset one "
-                "of them."
+                f"turn_discount is {self.turn_discount} and {key} is set, which changes the reward of whole rollouts. Remove "
+                f"one of them."
             )
         return self
 

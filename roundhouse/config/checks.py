@@ -117,7 +117,7 @@ def _judge_prices(config: RunConfig) -> None:
                 if model is not None and model not in priced:
                     raise ValueError(
                         f"cost.budget.money is {budget:g}, but {prefix}{key}.{name}.judge.model is {model}, which has no "
-                        f"price. Give cost.prices.judges: {{{model}: {{prompt: …, completion: …}}}}, with 0 where it is free."
+                        f"price. Give cost.prices.judges: {{{model}: {{prompt: …, completion: …}}}}, with 0 if it is free."
                     )
 
 
@@ -138,14 +138,14 @@ def _environments(config: RunConfig) -> None:
             )
         if config.rollout.cut_replies == "return" and isinstance(each, agents):
             raise ValueError(
-                f"rollout.cut_replies is return, but {key}.kind is {each.kind}, whose program decides what follows a reply. "
-                "Leave it out."
+                f"rollout.cut_replies is return, but {key}.kind is {each.kind}, and its program decides what follows a reply. "
+                "Remove rollout.cut_replies."
             )
     gyms = [key for key, each in environments_in(environment).items() if isinstance(each, NemoGymEnvironment)]
     if len(gyms) > 1:
         raise ValueError(
             f"{gyms[0]} and {gyms[1]} are both of kind nemo_gym: a run starts one set of servers. Name the files of both in "
-            "config_paths of one, whose rows name their agents."
+            "config_paths of one; its rows name their agents."
         )
     if gyms and isinstance(config.infra, KubernetesInfra):
         _reached_by_pods(config, f"{gyms[0]}.kind is nemo_gym and infra.kind kubernetes", {})
@@ -153,8 +153,8 @@ def _environments(config: RunConfig) -> None:
         both := sorted(environment.environments.keys() & config.evaluation.sets.keys())
     ):
         raise ValueError(
-            f"evaluation.sets has {', '.join(both)}, the name of an environment in the mixture, whose evaluation is reported "
-            "under it already. Give the set another name."
+            f"evaluation.sets has {', '.join(both)}, the name of an environment in the mixture, which reports its evaluation "
+            "under this name. Rename the set."
         )
 
 
@@ -185,7 +185,7 @@ def _by_environment(config: RunConfig) -> None:
             if (value := getattr(own, field)) is not None:
                 raise ValueError(
                     f"rollout.environments.{name}.{field} is {value!r}, but environment.environments.{name}.kind is {kind}, "
-                    "whose own program decides that. Leave it out, and set it there."
+                    "and its own program decides that. Remove the key, and set it there."
                 )
         if own.max_new_tokens is not None and own.max_new_tokens >= room:
             raise ValueError(
@@ -211,8 +211,8 @@ def _passes(config: RunConfig) -> None:
     for key, value in (("rollout.epochs", epochs), ("rollout.drop_last", config.rollout.drop_last)):
         if value and by_weight:
             raise ValueError(
-                f"{key} is {value}, but the tasks of the mixture are drawn by weight, each environment's in epochs of its own. "
-                "Name the rows of all in environment.train_tasks, or leave the key out."
+                f"{key} is {value}, but a mixture draws its tasks by weight, with separate epochs for each environment. "
+                "Name the rows of all in environment.train_tasks, or remove the key."
             )
 
 
@@ -225,8 +225,8 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
     if rollout.group_size < 2 and isinstance(algorithm, ReinforcePlusPlusConfig) and algorithm.minus_baseline:
         if not recorded:
             raise ValueError(
-                f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one "
-                "rollout is its own reward, and nothing of it would be left. Set minus_baseline to false, or group_size to "
+                f"rollout.group_size is {rollout.group_size} and train.algorithm.minus_baseline true: the mean of one rollout "
+                "is its own reward, so that every advantage is 0. Set minus_baseline to false, or group_size to "
                 "2 or more."
             )
     elif rollout.group_size < 2 and algorithm.needs_groups:
@@ -254,7 +254,7 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
     for key, each in environments_in(config.environment).items():
         if each.has_own_loop:
             yield (
-                f"{key}.kind is {each.kind}, whose own program plays a rollout and cannot be given the replies before a "
+                f"{key}.kind is {each.kind}, whose own program plays a rollout and cannot start from the replies before a "
                 f"branch. Set {key}.kind to remote or custom, the environment behind it"
             )
     limits = {"rollout.max_turns": rollout.max_turns} | {
@@ -266,7 +266,7 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
         if turns < 2:
             yield f"{key} is {turns}, and a branch begins at a later turn than the first. Raise it"
     if rollout.group_size < 2:
-        yield "rollout.group_size is 1, and it takes rollouts of groups whose rewards differ. Raise it"
+        yield "rollout.group_size is 1, and branching needs groups with different rewards. Raise it"
     if config.validation.min_group_size > rollout.branching.samples:
         yield (
             f"validation.min_group_size is {config.validation.min_group_size}, above rollout.branching.samples "
@@ -274,8 +274,8 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
         )
     if config.asynchrony.staleness > 0:
         yield (
-            f"asynchrony.staleness is {config.asynchrony.staleness}: what overlaps training is planned before it begins, and "
-            "which turns are branched follows from rewards. Set asynchrony.staleness to 0"
+            f"asynchrony.staleness is {config.asynchrony.staleness}: overlapped work is planned before rewards are known, and "
+            "branching needs the rewards. Set asynchrony.staleness to 0"
         )
     by_token = isinstance(algorithm, PPOConfig | ReinforcePlusPlusConfig)
     if isinstance(algorithm, PolicyGradient) and not by_token and algorithm.kl_placement == "reward":
@@ -362,8 +362,8 @@ def _addresses(config: RunConfig) -> None:
         raise ValueError(f"store is {config.store!r}. Set it to a path, file:// or s3://bucket/prefix.")
     if isinstance(infra, KubernetesInfra) and not config.store.startswith("s3://") and not infra.store_claim:
         raise ValueError(
-            f"store is {config.store!r}, a directory, which the pods of infra.kind kubernetes do not see. Use s3://…, or "
-            "name a PersistentVolumeClaim in infra.store_claim, which is mounted at that path."
+            f"store is {config.store!r}, a directory, which the pods of infra.kind kubernetes cannot read. Use s3://…, or "
+            "name a PersistentVolumeClaim in infra.store_claim; it is mounted at that path."
         )
 
 
@@ -458,8 +458,8 @@ def _refits(config: RunConfig, *, recorded: bool) -> None:
         )
     if generation.keep_prefix_cache and inflight_requests(config) != "continue":
         raise ValueError(
-            "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would rest on keys "
-            "and values of other weights than they say. Set it to false, or generation.inflight_requests to continue."
+            "generation.keep_prefix_cache is true, but no generations are kept over a refit here: answers would use keys and "
+            "values of older weights. Set it to false, or generation.inflight_requests to continue."
         )
 
 
@@ -524,13 +524,13 @@ def _shared_gpu(config: RunConfig) -> None:
     if generation.gpus_per_replica == 0 or config.train.device == "cpu":
         key, value = ("generation.gpus_per_replica", 0) if generation.gpus_per_replica == 0 else ("train.device", "cpu")
         raise ValueError(
-            f"placement.colocation is gpu, but {key} is {value}: there is no GPU to share. Change that, or set "
+            f"placement.colocation is gpu, but {key} is {value}: no GPU can be shared. Change it, or set "
             "placement.colocation to node."
         )
     if isinstance(service, RankedService) and service.processes > 1:
         raise ValueError(
-            f"placement.colocation is gpu, but train.service.processes is {service.processes}: each wants a GPU of "
-            "its own. Set it to 1, or placement.colocation to node."
+            f"placement.colocation is gpu, but train.service.processes is {service.processes}: each needs one GPU. "
+            "Set it to 1, or placement.colocation to node."
         )
     if isinstance(service, RayService):
         together = generation.gpus_per_replica + service.gpus
@@ -590,7 +590,7 @@ def _trainer_launcher(config: RunConfig) -> None:
             has = f"launcher is {launcher}" if launcher else f"kind is {service.kind}"
             raise ValueError(
                 f"{key} is {machines}, but train.service.{has}: the trainer is not there. Set train.service.launcher to {by} "
-                "(kind resident or process), or leave the key out."
+                "(kind resident or process), or remove the key."
             )
         return
     assert isinstance(service, ProcessService | ResidentService), "the kinds that have a launcher"
@@ -669,7 +669,7 @@ def _distribution(config: RunConfig) -> None:
         )
     if infra.collector is None:
         raise ValueError(
-            "rollout.distribution.kind is job, but infra.collector, which says what a shard's pod is, is unset. Add it "
+            "rollout.distribution.kind is job, but infra.collector, the pod of a shard, is unset. Add it "
             "(infra.collector: {image: …, cpu: …, memory: …}), or set rollout.distribution.kind to process."
         )
     servers = {
@@ -692,8 +692,8 @@ def _reached_by_pods(config: RunConfig, setting: str, servers: Mapping[str, str 
         urls["infra.engine.url"] = config.infra.engine.url
     elif config.generation.engine_url is None:
         raise ValueError(
-            f"{setting}, but generation.engine_url and infra.engine are unset: the engine would run beside the flow, where "
-            "pods do not reach it. Set one of them."
+            f"{setting}, but generation.engine_url and infra.engine are unset: the engine would run on the machine of the "
+            "flow, and pods do not reach it. Set one of them."
         )
     for key, url in urls.items():
         if url is not None and _is_loopback(url):
@@ -788,8 +788,8 @@ def unsound_for_old_samples(algorithm: TokenLoss | Any, because: str = "") -> li
             )
         if algorithm.importance_ratio == "on_policy":
             problems.append(
-                f"train.algorithm.importance_ratio is on_policy: {because}it says that the policy that trains has sampled. Set "
-                "it to token."
+                f"train.algorithm.importance_ratio is on_policy: {because}on_policy needs rollouts of the policy that trains. "
+                "Set it to token."
             )
     if algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss" and not algorithm.kl_importance_weighting:
         problems.append(

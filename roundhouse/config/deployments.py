@@ -108,9 +108,7 @@ class JobTemplate(_Entry):
             )
         properties = self.variables["properties"]
         if "namespace" not in properties:
-            raise ConfigError(
-                "--namespace: the job template has no variable `namespace`. Add it, or leave the option out."
-            )
+            raise ConfigError("--namespace: the job template has no variable `namespace`. Add it, or omit the option.")
         changed = properties | {"namespace": properties["namespace"] | {"default": namespace}}
         return self.model_copy(update={"variables": self.variables | {"properties": changed}})
 
@@ -126,7 +124,7 @@ class JobTemplate(_Entry):
             if first not in known:
                 near = difflib.get_close_matches(first, known, 1)
                 raise ConfigError(
-                    f"{where}.{name}: the job template has no such variable. "
+                    f"{where}.{name}: the job template lacks this variable. "
                     f"{f'Did you mean {near[0]}?' if near else 'It has: ' + ', '.join(sorted(known)) + '.'}"
                 )
             if not rest:
@@ -166,7 +164,7 @@ def read_template(file: Path) -> JobTemplate:
         return JobTemplate.model_validate(_yaml(file))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{file} is no base job template: {first['loc'][0]}: {first['msg']}.") from None
+        raise ConfigError(f"{file} is not a base job template: {first['loc'][0]}: {first['msg']}.") from None
 
 
 def _yaml(file: Path) -> Any:

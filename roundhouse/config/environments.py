@@ -36,7 +36,7 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 def _known_judge(name: str) -> str:
     if ":" not in name and name not in (known := plugins.names("judge")):
         listed = f"the plug-ins are {', '.join(known)}" if known else "no plug-in has one"
-        raise ValueError(f"{name!r} is no judge service: {listed}. Name a class as module:Class.")
+        raise ValueError(f"{name!r} is not a judge service: {listed}. Name a class as module:Class.")
     return name
 
 
@@ -139,7 +139,7 @@ class Criteria(Section):
     def _asked(self) -> Self:
         questions = [name for name, each in self.criteria.items() if each.question is not None]
         if questions and self.judge is None:
-            raise ValueError(f"criteria.{questions[0]} has a question, but judge is unset: say who answers it.")
+            raise ValueError(f"criteria.{questions[0]} has a question, but judge is unset. Set it.")
         if not questions and self.judge is not None:
             raise ValueError("judge is set, but no criterion has a question. Leave it out, or ask something.")
         return self
@@ -156,7 +156,7 @@ class Rubric(Criteria):
     def _own_name(self) -> Self:
         if self.own_weight and "environment" in self.criteria:
             raise ValueError(
-                "rubric.criteria has the name environment, which is that of the environment's own reward. Rename it."
+                "rubric.criteria has the name environment, which the environment's own reward uses. Rename it."
             )
         return self
 
@@ -303,7 +303,7 @@ class AgentEnvironment(FileEnvironment):
     def _reachable(self) -> AgentEnvironment:
         if self.url is None and (self.head_server is None or self.agent is None):
             raise ValueError(
-                "environment.url is unset: give the agent server's URL, or head_server and agent, by which it is looked up."
+                "environment.url is unset: give the agent server's URL, or head_server and agent to look it up."
             )
         if self.tokens == "captured" and self.model_server is None:
             raise ValueError(
@@ -525,8 +525,8 @@ class WorkerEnvironment(EnvironmentSection):
 
     def elsewhere(self) -> str:
         return (
-            f"environment.kind is worker ({self.worker}): its rollouts are played by that class, which has no "
-            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+            f"environment.kind is worker ({self.worker}): this class plays the rollouts. It has no demonstrations and cannot "
+            "be served. Set policy.kind to pretrained."
         )
 
 
@@ -548,8 +548,8 @@ class CommandEnvironment(FileEnvironment):
 
     def elsewhere(self) -> str:
         return (
-            f"environment.kind is command ({self.command[0]}): its rollouts are played by that program, which has no "
-            "demonstrations and is no environment to serve. Set policy.kind to pretrained."
+            f"environment.kind is command ({self.command[0]}): this program plays the rollouts. It has no demonstrations and "
+            "cannot be served. Set policy.kind to pretrained."
         )
 
 
@@ -579,8 +579,8 @@ class NemoGymEnvironment(FileEnvironment):
 
     def elsewhere(self) -> str:
         return (
-            f"environment.kind is nemo_gym ({', '.join(self.config_paths)}): its tasks, tools and verifiers live in the "
-            "servers that the run starts, which have no demonstrations. Set policy.kind to pretrained."
+            f"environment.kind is nemo_gym ({', '.join(self.config_paths)}): its tasks, tools and verifiers are in the servers "
+            "that the run starts. These have no demonstrations. Set policy.kind to pretrained."
         )
 
 
@@ -630,8 +630,8 @@ class DatasetEnvironment(EnvironmentSection):
             )
         if not self.data.startswith("hf:") and (self.subset is not None or self.split != "train"):
             raise ValueError(
-                f"data is {self.data}, a file, but subset is {self.subset} and split is {self.split}, which are those of a "
-                "Hugging Face data set (hf:NAME). Leave both out."
+                f"data is {self.data}, a file, but subset is {self.subset} and split is {self.split}, which only a Hugging "
+                "Face data set (hf:NAME) has. Remove both."
             )
         return self
 
@@ -663,8 +663,8 @@ class MixtureEnvironment(Section):
             )
         if self.weights and self.train_tasks is not None:
             raise ValueError(
-                f"environment.weights is set, but environment.train_tasks ({self.train_tasks}) says row by row which "
-                "environment plays. Leave one of the two out."
+                f"environment.weights is set, but environment.train_tasks ({self.train_tasks}) names the environment of each "
+                "row. Remove one of the two."
             )
         return self
 

@@ -53,7 +53,7 @@ def _known(argument: Any) -> Any:
     known_backend(argument)
     if isinstance(argument, str) and argument not in (known := plugins.names("weight_transport")):
         raise ValueError(
-            f"there is no transport {argument}; there are {', '.join(known)}, and kind: custom for one of your own."
+            f"unknown transport {argument}. Available: {', '.join(known)}, and kind: custom for your own class."
         )
     return argument
 
@@ -126,7 +126,7 @@ _OWN_ARGUMENTS = {
         ("load_format", "model_loader_extra_config", "weight_transfer_config", "worker_extension_cls"), _WEIGHTS
     ),
     **dict.fromkeys(
-        ("generation_config", "override_generation_config"), "generation.sampling says how tokens are drawn."
+        ("generation_config", "override_generation_config"), "generation.sampling sets how tokens are sampled."
     ),
     "logprobs_mode": "training needs the log-probabilities of the distribution that was drawn from.",
     "dtype": "it is generation.dtype.",
@@ -171,7 +171,7 @@ class MegatronCoreGeneration(Section):
 
 def _known_endpoint(kind: str) -> str:
     if kind not in (known := plugins.names("endpoint")):
-        raise ValueError(f"there is no kind {kind} of endpoint; there are {', '.join(known)}.")
+        raise ValueError(f"unknown kind {kind} of endpoint. Available: {', '.join(known)}.")
     return kind
 
 
@@ -322,7 +322,7 @@ class GenerationConfig(Section):
         named = {"hf": "transformers"}.get(backend, backend)
         if ":" not in named and named not in (engines := plugins.names("engine")):
             raise ValueError(
-                f"there is no backend {backend}; there are {', '.join(engines)}, and module:Class for one of your own."
+                f"unknown backend {backend}. Available: {', '.join(engines)}, and module:Class for your own class."
             )
         return named
 
@@ -363,10 +363,10 @@ def _unfit_argument(name: str, value: Any, backend: str) -> str | None:
     if name in _OWN_ARGUMENTS:
         return f"{_OWN_ARGUMENTS[name]} Leave it out."
     if name in _CODE_ARGUMENTS or name.endswith(("_cls", "_plugin")):
-        return "it loads code into the engine, whose answers a run has to be able to trust. Leave it out."
+        return "it loads code into the engine, and a run must be able to trust the engine's answers. Remove it."
     named = value.get("backend") if name == "compilation_config" and isinstance(value, dict) else value
     if name in ("compilation_config", "distributed_executor_backend") and isinstance(named, str) and "." in named:
-        return f"{named} is a name of code, which is not loaded into the engine. Take one of vLLM's own."
+        return f"{named} names code, which is not loaded into the engine. Use a value that is built into vLLM."
     return None
 
 

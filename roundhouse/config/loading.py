@@ -46,7 +46,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunCo
     if not file.is_file():
         inside = sorted(str(place) for place in file.glob("*.yaml")) if file.is_dir() else []
         near = inside or sorted(f"configs/{place.name}" for place in shipped("configs").glob("*.yaml"))
-        hint = f" There are: {', '.join(near)}." if near else ""
+        hint = f" Available: {', '.join(near)}." if near else ""
         raise ConfigError(f"No configuration file {file}.{hint}")
     tree = read_yaml(file, lambda name, default: _variable(name, default, file)) or {}
     if not isinstance(tree, dict):
@@ -120,7 +120,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"Override {override!r}: the value is no YAML: {error}") from error
+        raise ConfigError(f"Override {override!r}: the value is not YAML: {error}") from error
     # YAML 1.1 reads 3e-4 as text because it has no dot; users mean the number. In quotes it is text.
     node[leaf] = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(text.strip()) else value
 
@@ -202,7 +202,7 @@ def _explain(item: Any) -> str:
         tag, known = item["ctx"]["tag"], re.findall(r"'([^']+)'", item["ctx"]["expected_tags"])
         near = difflib.get_close_matches(tag, known, n=1)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
-        return f"  {section}.kind: {tag!r} is unknown.{suggestion} There are: {', '.join(known)}."
+        return f"  {section}.kind: {tag!r} is unknown.{suggestion} Available: {', '.join(known)}."
     message = masked_text(item["msg"].removeprefix("Value error, "))
     if item["type"] == "string_pattern_mismatch":
         message = f"must be {in_words(item['ctx']['pattern'])}"

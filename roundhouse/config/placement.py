@@ -135,7 +135,7 @@ def _engine(config: RunConfig) -> RolePlacement:
     if generation.endpoint is not None:
         return RolePlacement("engine", f"the server at {generation.endpoint.url}")
     if generation.engine_url is not None:
-        return RolePlacement("engine", f"a process of its own at {generation.engine_url}", gpus)
+        return RolePlacement("engine", f"a separate process at {generation.engine_url}", gpus)
     count = f"{generation.replicas} replica{'s' if generation.replicas > 1 else ''}"
     if isinstance(infra, KubernetesInfra) and infra.engine is not None:
         return RolePlacement(
@@ -157,14 +157,14 @@ def _gym(config: RunConfig) -> list[RolePlacement]:
 
 def _collector(config: RunConfig) -> RolePlacement:
     distribution = config.rollout.distribution
-    beside = ", beside training" if config.asynchrony.staleness > 0 else ""
+    beside = ", during training" if config.asynchrony.staleness > 0 else ""
     if isinstance(distribution, InProcessCollection):
         return RolePlacement("collector", FLOW + beside)
     if isinstance(distribution, JobShards) and isinstance(config.infra, KubernetesInfra):
         where = f"{distribution.shards} shards, a Job of one pod each in namespace {config.infra.namespace}"
         return RolePlacement("collector", where + beside)
     return RolePlacement(
-        "collector", f"{distribution.shards} shards ({distribution.kind}), each a process of its own{beside}"
+        "collector", f"{distribution.shards} shards ({distribution.kind}), each in a separate process{beside}"
     )
 
 

@@ -274,8 +274,8 @@ class RolloutConfig(Section):
     def _further_rounds(self) -> Self:
         if self.dynamic_sampling is not None and not self.shuffle:
             raise ValueError(
-                "shuffle is false, but rollout.dynamic_sampling draws further rounds in orders of their own. Set shuffle to "
-                "true, or leave dynamic_sampling out."
+                "shuffle is false, but rollout.dynamic_sampling draws each round in another order. Set shuffle to "
+                "true, or remove dynamic_sampling."
             )
         return self
 
@@ -291,8 +291,8 @@ class RolloutConfig(Section):
         ):
             if set_it:
                 raise ValueError(
-                    f"{key} is {value}, which is about passes over all tasks, but rollout.curriculum.kind is "
-                    f"{self.curriculum.kind}, which draws by difficulty. Leave {key} out (the key iterations ends the run), or "
+                    f"{key} is {value}, which counts passes over all tasks, but rollout.curriculum.kind is "
+                    f"{self.curriculum.kind}, which draws by difficulty. Remove {key} (iterations ends the run), or "
                     "set rollout.curriculum.kind to epochs."
                 )
         return self
@@ -396,8 +396,8 @@ class Asynchrony(Section):
         if self.window == 1 or self.staleness > late:
             return None
         return (
-            f"asynchrony.window is {self.window} with {groups} groups an iteration: a group can be passed over {late} times, "
-            f"and to be overtaken at all it has to begin a version early, but asynchrony.staleness is {self.staleness}. Raise "
+            f"asynchrony.window is {self.window} with {groups} groups an iteration: a group can be late {late} times and must "
+            f"then begin a version early, but asynchrony.staleness is {self.staleness}. Raise "
             f"it to {late + 1}, or set window to 1."
         )
 
@@ -449,7 +449,7 @@ class OfflineConfig(Section):
         for name in names:
             if "/" not in name and not name.endswith(CHAT_ROWS) and NAMED.fullmatch(name) is None:
                 raise ValueError(
-                    f"{name!r} is no dataset: give a name (nightly), a version (nightly@20261121T020000Z-v000012), all "
+                    f"{name!r} is not a dataset. Give a name (nightly), a version (nightly@20261121T020000Z-v000012), all "
                     "versions (nightly@all), the path of a version's directory, or a file of chat rows (demos.jsonl)."
                 )
         if len(set(names)) < len(names):

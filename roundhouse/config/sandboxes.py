@@ -75,8 +75,8 @@ class ContainerSandbox(SandboxLimits):
     def _apart(self) -> ContainerSandbox:
         if self.network == "host":
             raise ValueError(
-                "sandbox.network is host, which lets a policy reach every server of this machine. Name a network of its "
-                "own, such as bridge, or leave it at none."
+                "sandbox.network is host, so that a policy can reach every server of this machine. Name a separate network "
+                "such as bridge, or set none."
             )
         return self
 

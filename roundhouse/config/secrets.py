@@ -196,7 +196,7 @@ def _secret_in_text(text: str) -> str | None:
     if any(scheme in ("http", "https", "s3") or ":" in user for scheme, user in _USER.findall(text)):
         return "a user and password in a URL"
     if _CREDENTIAL.search(text):
-        return "what looks like a credential"
+        return "a likely credential"
     if "://" in text and any(
         value and (is_secret_name(name) or name.lower() in _SIGNATURES) for name, value in _query(text)
     ):

@@ -58,7 +58,7 @@ Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$"), Consent("c
 
 def _known_launcher(name: str) -> str:
     if ":" not in name and name not in (known := plugins.names("launcher")):
-        raise ValueError(f"{name!r} is no launcher. Set it to {', '.join(known)}, or module:Class.")
+        raise ValueError(f"{name!r} is not a launcher. Set it to {', '.join(known)}, or module:Class.")
     return name
 
 

@@ -20,7 +20,7 @@ def _known_hook(name: str) -> str:
     if ":" not in name and name not in (known := plugins.names("stage_hook")):
         listed = f"the plug-ins are {', '.join(known)}" if known else "no plug-in has one"
         raise ValueError(
-            f"{name!r} is no stage: {listed}. Name a function as module:function or path/to/file.py:function."
+            f"{name!r} is not a stage: {listed}. Name a function as module:function or path/to/file.py:function."
         )
     if not re.fullmatch(r"[A-Za-z][\w-]*", hook_name(name)):
         raise ValueError(

@@ -170,17 +170,17 @@ class RankedService(ServiceSection):
         if ranks % (context * tensor):
             product = f" x train.service.tensor_parallel {tensor}" if tensor > 1 else ""
             raise ValueError(
-                f"train.service.context_parallel is {context}{product}, but train.service.processes is {has}, which it does "
-                f"not divide. Set processes to {context * tensor} or a multiple of it."
+                f"train.service.context_parallel is {context}{product}, which does not divide train.service.processes {has}. "
+                f"Set processes to {context * tensor} or a multiple of it."
             )
         if self.processes % tensor:
             raise ValueError(
                 f"train.service.tensor_parallel is {tensor}, which does not divide train.service.processes {self.processes}: "
-                f"the ranks that split a matrix are on one machine. Set processes to {tensor} or a multiple of it."
+                f"the ranks that split a matrix must be on one machine. Set processes to {tensor} or a multiple of it."
             )
         if ranks % experts:
             raise ValueError(
-                f"train.service.expert_parallel is {experts}, but train.service.processes is {has}, which it does not divide. "
+                f"train.service.expert_parallel is {experts}, which does not divide train.service.processes {has}. "
                 f"Set processes to {experts} or a multiple of it."
             )
         if tensor > 1 and ranks == tensor:
@@ -413,8 +413,8 @@ class TrainConfig(Section):
             )
         if tensor > 1 and self.optimizer.moments == "8-bit":
             raise ValueError(
-                f"train.optimizer.moments is 8-bit, but train.service.tensor_parallel is {tensor}: blocks of moments lie "
-                "within rows, which it splits. Set moments to float32, or tensor_parallel to 1."
+                f"train.optimizer.moments is 8-bit, but train.service.tensor_parallel is {tensor}: it splits rows, and blocks "
+                "of 8-bit moments need whole rows. Set moments to float32, or tensor_parallel to 1."
             )
         if context > 1 and not self.packing:
             raise ValueError(
@@ -461,7 +461,7 @@ class TrainConfig(Section):
         setting, count = self.algorithm.single_update_only, self.minibatches * self.epochs
         if setting is not None and count > 1 and not is_recorded(info):
             raise ValueError(
-                f"algorithm has {setting}, which is right for one optimizer step an iteration, but minibatches x epochs is "
+                f"algorithm has {setting}, which needs one optimizer step per iteration, but minibatches x epochs is "
                 f"{count}. Set minibatches and epochs to 1, or policy_loss to clipped and importance_ratio to token."
             )
         return self

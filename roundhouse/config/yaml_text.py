@@ -49,13 +49,11 @@ class _Loader(yaml.SafeLoader):
         first_node, line, anchor = self._nodes, event.start_mark.line + 1, getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self.anchors and anchor not in self._sizes:
-                raise yaml.YAMLError(f"the alias *{anchor} in line {line} stands inside of what it names")
+                raise yaml.YAMLError(f"the alias *{anchor} in line {line} is inside of its own anchor")
             self._nodes += self._sizes.get(anchor or "", 0)
         self._nodes += 1
         if self._nodes > MAX_NODES:
-            raise yaml.YAMLError(
-                f"by line {line} it has more than {MAX_NODES} values, those that aliases repeat included"
-            )
+            raise yaml.YAMLError(f"by line {line} it has more than {MAX_NODES} values, repeated aliases included")
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise yaml.YAMLError(f"line {line} is nested more than {MAX_DEPTH} levels deep")

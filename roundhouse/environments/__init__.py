@@ -93,7 +93,7 @@ def class_of(config: EnvironmentConfig) -> type[Environment] | type[GymnasiumEnv
     if isinstance(symbol, type) and issubclass(symbol, _KINDS):
         return symbol
     raise ConfigError(
-        f"environment.kind is {config.kind}, whose plug-in makes a {symbol!r}: it must be a subclass of Environment or "
+        f"environment.kind is {config.kind}, but its plug-in returns {symbol!r}. It must be a subclass of Environment or "
         "GymnasiumEnvironment (roundhouse.environments.base). Correct the factory of the plug-in."
     )
 
@@ -111,7 +111,7 @@ def _made(config: EnvironmentSection) -> Environment | GymnasiumEnvironment:
         environment: Environment | GymnasiumEnvironment = symbol(**{name: getattr(config, name) for name in own})
     except TypeError as error:
         raise ConfigError(
-            f"environment.kind is {config.kind}, whose class {symbol.__name__} cannot be made with the keys of its section "
+            f"environment.kind is {config.kind}, but the class {symbol.__name__} rejects the keys of its section "
             f"({', '.join(sorted(own)) or 'none'}): {describe_error(error)}. Correct the plug-in."
         ) from error
     return environment
@@ -213,8 +213,8 @@ def _demonstrates(config: EnvironmentConfig) -> bool:
 def without_demonstrations(name: str) -> ConfigError:
     """Return the error that a warm start has no demonstrations."""
     return ConfigError(
-        f"policy.kind is warm_start, but the environment {name} has no demonstrations to start on. Give it a "
-        "demonstrations method, or set policy.kind to pretrained and policy.path to a model directory."
+        f"policy.kind is warm_start, but the environment {name} has no demonstrations. Add the method `demonstrations` to its "
+        "class, or set policy.kind to pretrained and policy.path to a model directory."
     )
 
 
@@ -228,7 +228,7 @@ def load(config: EnvironmentConfig) -> Environment:
     if isinstance(environment, GymnasiumEnvironment):
         raise ConfigError(
             f"environment.kind is {config.kind}: {environment.name} speaks the Gymnasium protocol (reset, step) and has "
-            "neither tools nor a verifier, which are needed here."
+            "neither tools nor a verifier. This command needs both."
         )
     return environment
 

@@ -167,7 +167,7 @@ class TaskSource(ABC):
 
     def demonstrations(self, split: Split, count: int, good_fraction: float, seed: int) -> list[list[dict[str, Any]]]:
         """Conversations (chat messages with tool calls and results) to warm-start a policy on, if there are any."""
-        raise NotImplementedError(f"The environment {self.name} has no demonstrations: start from a pretrained policy.")
+        raise NotImplementedError(f"The environment {self.name} has no demonstrations. Start from a pretrained policy.")
 
     def parts(self) -> Sequence[TaskSource]:
         """The environments of a mixture; of any other environment itself."""
@@ -270,11 +270,11 @@ class GymnasiumEnvironment(TaskSource):
 
     async def snapshot(self, state: Any) -> Any:
         """Return the state as a JSON value. Required if `restoration` is snapshot."""
-        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
+        raise NotImplementedError(f"{self.name} declares snapshots but lacks the methods. Define snapshot and restore.")
 
     async def restore(self, row: TaskRow, snapshot: Any) -> Any:
         """Restore the state of a `snapshot`. Required if `restoration` is snapshot."""
-        raise NotImplementedError(f"{self.name} declares snapshots and has none: define snapshot and restore.")
+        raise NotImplementedError(f"{self.name} declares snapshots but lacks the methods. Define snapshot and restore.")
 
     async def close(self, state: Any) -> None:
         """Release the state's resources. Called once, however the episode ended."""

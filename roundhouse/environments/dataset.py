@@ -241,7 +241,7 @@ def _dealt_rows(
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if prompt not in columns:
         raise ConfigError(
-            f"environment.prompt is {prompt!r}, but environment.data ({data}) has no such column. Its columns: "
+            f"environment.prompt is {prompt!r}, but environment.data ({data}) lacks this column. Its columns: "
             f"{', '.join(columns)}. Set environment.prompt to one of them."
         )
     if PARAMETERS in columns:
@@ -257,7 +257,7 @@ def _file_rows(data: str) -> list[Any]:
     rows = read_rows(data, "environment.data", typed=True)
     if not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
-            f"environment.data is {data!r}, which has rows that are not objects. Write an object for each row."
+            f"environment.data is {data!r}, and some of its rows are not objects. Write an object for each row."
         )
     return rows
 
@@ -292,7 +292,7 @@ def _json_rows(rows: Sequence[Any], data: str) -> list[dict[str, Any]]:
         return [orjson.loads(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY, default=_json_value)) for row in rows]
     except TypeError as error:
         raise ConfigError(
-            f"environment.data is {data!r}, which has values that are not JSON: {error}. Remove that column."
+            f"environment.data is {data!r}, and some of its values are not JSON: {error}. Remove that column."
         ) from error
 
 

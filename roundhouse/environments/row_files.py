@@ -58,14 +58,12 @@ def _table(raw: bytes) -> list[Any]:
         _refuse_repeated(reader.fieldnames or ())
         for row in reader:
             if more := row.pop(_MORE, None):
-                raise DataError(
-                    f"line {reader.line_num} has {len(more)} cells more than there are columns. Quote cells with commas."
-                )
+                raise DataError(f"line {reader.line_num} has {len(more)} cells too many. Quote cells with commas.")
             rows.append(row)
     except csv.Error as error:
         raise DataError(
             f"line {reader.reader.line_num} cannot be read: {error}. Cells may have {csv.field_size_limit()} characters; "
-            ".jsonl and .parquet have no such limit."
+            ".jsonl and .parquet have no limit."
         ) from error
     return rows
 

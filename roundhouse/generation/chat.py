@@ -82,8 +82,8 @@ class ChatCodec:
             tokenizer: Any = load_pretrained(AutoTokenizer, model_dir)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"There is no tokenizer in the model directory {model_dir}: {error}. Put tokenizer.json and "
-                "tokenizer_config.json beside config.json."
+                f"The model directory {model_dir} has no tokenizer: {error}. Add tokenizer.json and tokenizer_config.json "
+                f"to it."
             ) from error
         if not tokenizer.chat_template:
             raise ConfigError(

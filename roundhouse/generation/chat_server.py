@@ -130,14 +130,14 @@ class ChatServer:
             receive = _replayed(raw, receive)
         app = self.policy.engine.openai_app()
         if app is None or route not in ENGINE_ROUTES:
-            await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
+            await reply_error(send, 404, "not_found", f"The path {scope['path']} does not exist.")
             return
         # The engine's own routes, too, keep the weights as they are while a request that uses them runs
         if scope.get("method") != "POST" or scope["path"] in ("/tokenize", "/detokenize"):
             await app(scope, receive, send)
             return
         if self.policy.samples_as_wanted_only:
-            text = "This engine serves a run that says how tokens are drawn; only /v1/chat/completions answers by that."
+            text = "This engine serves a run with its own sampling parameters. Only /v1/chat/completions uses them."
             await reply_error(send, 400, "sampling_refused", text)
             return
         try:
@@ -303,7 +303,7 @@ def _json(body: bytes) -> Any:
 METRICS = {
     "roundhouse_engine_ready": "Whether the replica answers with the wanted version.",
     "roundhouse_engine_policy_version": "Version that it answers with; -1 before the first.",
-    "roundhouse_engine_wanted_version": "Version that is wanted of it; -1 before the first.",
+    "roundhouse_engine_wanted_version": "Requested version; -1 before the first.",
     "roundhouse_engine_generated_tokens_total": "Tokens of its answers since it started.",
     "roundhouse_engine_refits_total": "Refits since it started.",
     "roundhouse_engine_refit_seconds": "Duration of the newest refit.",

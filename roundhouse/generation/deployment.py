@@ -273,7 +273,7 @@ class _Serve:
             time.sleep(POLL_SECONDS)
         raise EngineSilent(
             f"Not all {count} replicas answered with version {user_config['policy_version']} within {timeout:g} s "
-            f"(generation.start_timeout_seconds). Silent: {'; '.join(map(str, silent)) or 'none that has started'}. Answers: "
+            f"(generation.start_timeout_seconds). Silent: {'; '.join(map(str, silent)) or 'none has started'}. Answers: "
             f"{[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in reports]}. Look at the nodes of silent "
             "replicas, and end their processes."
         )

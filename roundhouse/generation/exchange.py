@@ -73,7 +73,7 @@ def problem_of(
         except httpx.HTTPError as error:
             return Problem(
                 f"{url}: no connection ({error})",
-                "the engine has no HTTP server there",
+                "no HTTP server listens there",
                 "Start the engine, or correct generation.engine_url; unset, a run starts its own.",
                 passing=True,
             )

@@ -66,7 +66,7 @@ class InterfaceEngine(BatchingEngine):
             WeightsRefused: the directory is missing.
         """
         if not directory:
-            raise WeightsRefused("There is no directory of weights.")
+            raise WeightsRefused("The directory of weights does not exist.")
 
         def load() -> None:
             self._made().load_weights(directory)

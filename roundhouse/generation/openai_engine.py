@@ -124,7 +124,7 @@ class OpenAIEngine:
             await self.generate([0, 1], Draw(max_tokens=1, temperature=0.0))
         except BadReply as error:
             raise ConfigError(
-                f"generation.endpoint.url is {url}, whose answers cannot be trained on or checked: {error} {REMEDY}"
+                f"generation.endpoint.url is {url}, and its answers cannot be trained on or verified: {error} {REMEDY}"
             ) from error
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
@@ -185,8 +185,8 @@ class OpenAIEngine:
         """
         if self._endpoint.weight_update is None and version != 0:
             raise WeightsRefused(
-                f"{self._endpoint.url} holds version 0, and nothing says how it takes another "
-                f"(generation.endpoint.weight_update), so it cannot hold version {version}."
+                f"{self._endpoint.url} holds version 0. It cannot load version {version} because "
+                f"generation.endpoint.weight_update is unset. Set it."
             )
         return self._endpoint.weight_update is None
 

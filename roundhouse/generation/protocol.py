@@ -344,7 +344,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
             continue
         key_text = f"{key}={value!r}" if len(repr(value)) <= 200 else key
         if key not in NEUTRAL:
-            raise BadRequest(f"{key_text} is not supported: this engine has no such field. Leave it out.", key)
+            raise BadRequest(f"{key_text} is not supported: this engine has no such field. Remove it.", key)
         if value not in NEUTRAL[key]:
             raise BadRequest(f"{key_text} is not supported; leave it out or send {NEUTRAL[key][-1]!r}.", key)
     messages = body.get("messages")
@@ -416,7 +416,8 @@ def _required_prefix(body: dict[str, Any]) -> list[int] | None:
         raise BadRequest("required_prefix_token_ids must be a list of whole numbers.", "required_prefix_token_ids")
     if all(message.get("role") != "assistant" for message in body["messages"]):
         raise BadRequest(
-            "required_prefix_token_ids continues an assistant message, and there is none.", "required_prefix_token_ids"
+            "required_prefix_token_ids continues an assistant message, but the request has none.",
+            "required_prefix_token_ids",
         )
     return prefix
 
@@ -452,7 +453,7 @@ def message_problem(message: Any, *, strict: bool) -> str:
     if not all(
         isinstance(part, dict) and isinstance(part.get("text"), str if strict else str | None) for part in parts
     ):
-        return "parts of content are text parts" if strict else "parts of content are objects, whose text is text"
+        return "parts of content are text parts" if strict else "parts of content must be objects with a text in `text`"
     if not isinstance(calls, list | None):
         return "tool_calls is a list"
     functions = [call.get("function") if isinstance(call, dict) else None for call in calls or ()]

@@ -92,7 +92,7 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
         data = source.read(MANIFEST)
     except NotFound as error:
         raise ConfigError(
-            f"There is no committed model at {uri}. Name the directory of a checkpoint: <store>/runs/<run>/checkpoints/…"
+            f"No committed model at {uri}. Name the directory of a checkpoint: <store>/runs/<run>/checkpoints/…"
         ) from error
     final = (
         cache or private_directory(Path(tempfile.gettempdir()), "roundhouse-models")
@@ -111,7 +111,7 @@ def local_model(uri: str, cache: Path | None = None) -> Path:
                 content = source.read(entry.path)
                 if sha256(content) != entry.sha256:
                     raise StoreError(
-                        f"{source.uri}/{entry.path} is not what its manifest says. Look with `roundhouse store verify`."
+                        f"{source.uri}/{entry.path} differs from its manifest. Check with `roundhouse store verify`."
                     )
                 (partial / file_name).write_bytes(content)
             try:

@@ -259,9 +259,9 @@ class ServedPolicy:
         sampling = {name: getattr(draw, name) for name in SAMPLED}
         if sampling not in allowed:
             raise SamplingRefused(
-                f"The request asks for {sampling}, but this engine serves a run that draws with {allowed}: its trainer would "
-                "compute the ratio for another distribution. Send one of these (what is left out is temperature 1, top_p 1, no "
-                "top_k), or set the run's generation.sampling to what the agent sends."
+                f"The request asks for {sampling}, but the run samples with {allowed}, and its trainer computes ratios for "
+                f"that distribution. Send one of these (the defaults are temperature 1, top_p 1, no "
+                "top_k), or set the run's generation.sampling to the values of the agent."
             )
 
     @property

@@ -77,7 +77,7 @@ class StandaloneEngine:
         elif scope["path"] == "/rh/replicas":
             await reply_json(send, 200, {"replicas": []})
         else:
-            text = "There is no engine: it is being started, or is to be asked for (POST /rh/desired)."
+            text = "No engine is loaded: it is starting, or was not requested (POST /rh/desired)."
             await reply_error(send, 503, "policy_unavailable", text)
 
     async def _apply(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:

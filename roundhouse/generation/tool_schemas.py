@@ -104,7 +104,7 @@ class _Inliner:
             part = part.get(name) if isinstance(part, dict) else None
         if not reference.startswith("#") or not isinstance(part, dict):
             raise BadRequest(
-                f"its schema refers to {reference}, which it does not hold. Add the definition to the schema."
+                f"its schema refers to {reference}, which is missing in it. Add the definition to the schema."
             )
         return part
 

@@ -76,8 +76,8 @@ class TrainersWeights(DirectTransport):
     def check(self, run: RunConfig) -> None:
         if engine_traits(run.generation.backend).train_service is None:
             raise ValueError(
-                f"generation.weight_sync is trainer, but generation.backend is {run.generation.backend}, which has weights of "
-                "its own. Set generation.backend to trainer, or generation.weight_sync to store."
+                f"generation.weight_sync is trainer, but generation.backend is {run.generation.backend}, which loads "
+                "separate weights. Set generation.backend to trainer, or generation.weight_sync to store."
             )
 
     @contextmanager
@@ -114,7 +114,7 @@ class LentEngine:
         """Raises:
         WeightsRefused: always.
         """
-        raise WeightsRefused(f"The trainer does not hold version {version}, and this engine has no weights of its own.")
+        raise WeightsRefused(f"The trainer does not hold version {version}, and this engine has no other weights.")
 
     async def sleep(self) -> None:
         _lent.clear()

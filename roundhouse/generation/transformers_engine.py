@@ -450,7 +450,7 @@ class OpenAIRoutes:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         route = (scope["method"], scope["path"])
         if route not in (("POST", "/tokenize"), ("POST", "/detokenize")):
-            await reply_error(send, 404, "not_found", f"There is nothing at {scope['path']}.")
+            await reply_error(send, 404, "not_found", f"The path {scope['path']} does not exist.")
             return
         try:
             body = orjson.loads(await read_body(receive))

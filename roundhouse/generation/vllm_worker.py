@@ -274,7 +274,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         if self._group is None:
-            raise RuntimeError("There is no group to receive weights from. Call init_transfer_engine first.")
+            raise RuntimeError("The group that sends weights is missing. Call init_transfer_engine first.")
         descriptions = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         described = [Described(name, dtype, tuple(shape)) for name, dtype, shape in descriptions]
         with disable_mtp_completeness_check():

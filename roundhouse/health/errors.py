@@ -304,8 +304,8 @@ def _all_successes_may_have_failed(history: Sequence[Metrics]) -> Alert | None:
         if failed >= max(FEW_FAILURES, above):
             return Alert(
                 "uneven_failures",
-                f"{failed} rollouts failed by their data, and {above} of the others have more than the lowest reward: if right "
-                "answers are what fails, most of them are lost. Correct the cause (failures/code/*).",
+                f"{failed} rollouts failed by their data, and {above} of the others have more than the lowest reward: if "
+                "right answers fail, most of them are lost. Correct the cause (failures/code/*).",
             )
     return None
 

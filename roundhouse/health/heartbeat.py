@@ -176,7 +176,7 @@ class Heartbeat:
             if self._on_beat is not None:
                 self._on_beat(beat)
         except Exception:  # a failing view must not stop a run
-            log.warning("the heartbeat of %s could not be told", self._location.uri, exc_info=True)
+            log.warning("the heartbeat of %s could not be reported", self._location.uri, exc_info=True)
 
 
 def read_beat(location: Location) -> Beat | None:

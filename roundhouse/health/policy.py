@@ -153,7 +153,7 @@ def typed(error: BaseException) -> BaseException:
     """The error as one of ours where it is known what it means, else as it is.
 
     >>> typed(OSError(28, "No space left on device"))
-    DiskFull('[Errno 28] No space left on device. Free space, then start the run again: it goes on where it stopped.')
+    DiskFull('[Errno 28] No space left on device. Free space, then start the run again: it resumes.')
     """
     if isinstance(error, RoundhouseError):
         return error
@@ -163,9 +163,7 @@ def typed(error: BaseException) -> BaseException:
             "or give the machine more memory; see that nothing else fills it."
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        failure = DiskFull(
-            f"{error}{_full_disks(error)}. Free space, then start the run again: it goes on where it stopped."
-        )
+        failure = DiskFull(f"{error}{_full_disks(error)}. Free space, then start the run again: it resumes.")
     elif isinstance(error, OSError) and error.errno == errno.EROFS:
         failure = StoreError(
             f"{error}. Make the file system writable, or name another directory, then start the run again."
@@ -176,8 +174,8 @@ def typed(error: BaseException) -> BaseException:
         or (_is_runtime_error(error) and str(error).startswith("Failed to reach API"))  # Prefect's client raises this
     ):
         failure = ServiceUnreachable(
-            f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` says what "
-            "is not reachable."
+            f"{type(error).__module__.split('.')[0]} {type(error).__name__}: {str(error)[:500]}. `roundhouse doctor` names "
+            "the unreachable service."
         )
     else:
         return error

@@ -108,6 +108,6 @@ def _checked(headers: Mapping[str, str], url: str) -> int:
 
 def _too_large(url: str, limit: int) -> ReplyRefused:
     return ReplyRefused(
-        f"{url} sends more than {limit // 2**20} MiB, which is the limit of a reply. If it should, raise {BODY_LIMIT} in this "
+        f"{url} sends more than {limit // 2**20} MiB, the limit of a reply. To allow more, raise {BODY_LIMIT} in this "
         "process's environment."
     )

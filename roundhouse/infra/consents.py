@@ -81,7 +81,7 @@ def refuse_unaccepted_code(
         named = " ".join(f"--set '{key}={value}'" for key, value in keys.items())
         raise ConfigError(
             f"The store's configuration of run {config.run_id!r} names code, files, servers or secrets of this machine that "
-            f"nobody accepted here:\n{lines}\n"
+            f"were not accepted here:\n{lines}\n"
             "A person who can write to the store can have set them. To accept them, start the run in a terminal and answer "
             f"yes, add --trust-store, or name them yourself (in a form: under overrides): {named}"
         )

@@ -136,7 +136,7 @@ class LeaseRequest:
         if (requested := self._arguments(name, lease)) != lease.arguments:
             raise InfraError(
                 f"{name} already runs with the arguments {lease.arguments}, not {requested}. Run `roundhouse down` first, "
-                "or take services of your own (infra.state)."
+                "or name another state directory (infra.state)."
             )
 
 
@@ -300,5 +300,5 @@ def known(services: Collection[str]) -> tuple[str, ...]:
     """The names, checked."""
     for name in services:
         if name not in SERVICE_SPECS:
-            raise InfraError(f"No service is called {name!r}. There are: {', '.join(SERVICE_SPECS)}.")
+            raise InfraError(f"No service is called {name!r}. Services: {', '.join(SERVICE_SPECS)}.")
     return tuple(dict.fromkeys(services))

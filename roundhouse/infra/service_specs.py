@@ -286,7 +286,7 @@ def _ray_directory(state: StateDirectory) -> Path:
     private = ray_base_directory() / f"rh-{os.getuid()}-{_digest(state)[:8]}"
     private.mkdir(mode=0o700, exist_ok=True)
     if private.is_symlink() or private.stat().st_uid != os.getuid():
-        raise OSError(f"{private} belongs to another user. Set TMPDIR to a directory of your own.")
+        raise OSError(f"{private} belongs to another user. Set TMPDIR to a directory that you own.")
     private.chmod(0o700)
     directory = private / "r"
     link = state.path / "ray"

@@ -373,8 +373,8 @@ def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
         if use != announced:
             announced = use
             text = (
-                f"run {use.run_id} (process {use.holder.pid}) has the engine of the services in {state.path}, and run "
-                f"{mine.run_id} comes next. For both at once, give one of them services of its own (infra.state)."
+                f"run {use.run_id} (process {use.holder.pid}) uses the engine of the services in {state.path}; run "
+                f"{mine.run_id} waits for it. To run both at once, give one of them another state directory (infra.state)."
             )
             announce("waiting", text=text)
             log.info("Waiting: %s", text)

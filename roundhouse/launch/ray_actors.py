@@ -98,9 +98,7 @@ class RayLauncher(Launcher):
     def __init__(self, run: Run | None) -> None:
         infra = None if run is None else run.config.infra
         if infra is not None and not isinstance(infra, LocalInfra):
-            raise ConfigError(
-                f"The launcher ray needs infra.kind local, which has the section ray; it is {infra.kind}."
-            )
+            raise ConfigError(f"The launcher ray needs infra.kind local, but infra.kind is {infra.kind}.")
         self._cluster = RayCluster() if infra is None else infra.ray
         self.waiting_seconds = 0.0 if run is None else float(getattr(run.config.train.service, "timeout_seconds", 0.0))
         join_cluster(self._cluster.address, "infra.ray.address")
@@ -207,5 +205,5 @@ def _wait(
             last = "\n".join(heard[-LAST_LINES:]) or f"nothing: has the cluster {room} (infra.ray)?"
             raise InfraError(
                 f"{program.what} took longer than {program.timeout_key} ({program.timeout_seconds:.0f} s), the wait for "
-                f"{room} of the Ray cluster included, and was ended. The last it said: {last}"
+                f"{room} of the Ray cluster included, and was ended. Last output: {last}"
             )

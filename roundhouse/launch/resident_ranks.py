@@ -188,7 +188,7 @@ class RunningRanks:
                 started = self._known.wait(limit)
             if not started or not self.url:
                 raise self._error or InfraError(
-                    f"The resident ranks did not start within {limit:.0f} s. The last they said: {self._said}."
+                    f"The resident ranks did not start within {limit:.0f} s. Last output: {self._said}."
                 )
         except BaseException:
             self.close()
@@ -206,10 +206,10 @@ class RunningRanks:
         if ended is None and isinstance(error, ServiceUnreachable):
             where = states or f"is {self.url} within reach of the flow?"
             cause = f"no answer within train.service.timeout_seconds ({limit:g} s): {where}"
-        leader_error = "" if cause is error else f" The leading rank said: {error}"
+        leader_error = "" if cause is error else f" Message of the leading rank: {error}"
         reason = str(cause).rstrip(".")
         return InfraError(
-            f"The resident ranks were lost in {what}: {reason}. Their weights are lost; the next attempt starts them anew from "
+            f"The resident ranks were lost in {what}: {reason}. Their weights are lost; the next attempt restarts them from "
             f"the last checkpoint.{leader_error}"
         )
 

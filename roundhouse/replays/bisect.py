@@ -167,8 +167,8 @@ def bisect(
         ):
             if unfit:
                 raise ConfigError(
-                    f"evaluation.{key} is {getattr(drawn, key):g}: rollouts that are drawn so say nothing of other weights. "
-                    "Add --evaluate, which asks the run's engine, or take --metric reward."
+                    f"evaluation.{key} is {getattr(drawn, key):g}: such rollouts cannot judge other weights. Add --evaluate "
+                    "to sample with the run's engine, or take --metric reward."
                 )
     work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, budget, say)
     try:
@@ -367,7 +367,7 @@ class _Bisector:
         if not any(flips for _, flips in judged.values()):
             return False
         _, trial = self._replayed(
-            "reward", "collections judged anew", rollouts={k: made for k, (made, _) in judged.items()}
+            "reward", "collections judged again", rollouts={k: made for k, (made, _) in judged.items()}
         )
         if not _does(trial):
             return False
@@ -625,13 +625,13 @@ class _Bisector:
             self.say(f"judging {len(rollouts)} rollouts of {what}")
             judged = judge_all(rollouts, self.run.config.environment)
         except RoundhouseError as error:
-            self.found.notes.append(f"{what}, not judged anew: {error}")
+            self.found.notes.append(f"{what}, not judged again: {error}")
             return rollouts, 0
         self._count(1)
         refused = sum(each.outcome == "refused" for each in judged)
         if refused:
             self.found.notes.append(
-                f"{what}: {refused} of {len(judged)} rollouts cannot be judged anew and stay as they are"
+                f"{what}: {refused} of {len(judged)} rollouts cannot be judged again and stay unchanged"
             )
         flips = sum(each.outcome == "flipped" for each in judged)
         return [each.before if each.after is None else each.after for each in judged], flips

@@ -65,14 +65,14 @@ def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> Envi
         rubric = each.rubric
         if each.has_own_loop and (rubric is None or rubric.own_weight):
             raise ConfigError(
-                f"{key}.kind is {each.kind}: its rollouts are played by a loop of its own, which cannot be given recorded "
-                "replies. Name the environment behind it: --set environment.kind=remote with its URL, or custom with its "
+                f"{key}.kind is {each.kind}: its own loop plays the rollouts and cannot take recorded replies. "
+                "Name the environment behind it: --set environment.kind=remote with its URL, or custom with its "
                 f"class; or judge by a rubric alone: --set {key}.rubric=… with own_weight 0."
             )
         if rubric is not None and rubric.judge is not None and rubric.judge.base_url is None:
             raise ConfigError(
-                f"{key}.rubric.judge.base_url is unset: the run's own engine judges, and there is none here. Name an endpoint: "
-                f"--set {key}.rubric.judge.base_url=… and model."
+                f"{key}.rubric.judge.base_url is unset: the run's engine is the judge, but it does not run here. Name an "
+                f"endpoint: --set {key}.rubric.judge.base_url=… and model."
             )
     # An audit watches a policy that learns; stored rollouts keep their audit
     if isinstance(config, MixtureEnvironment):

@@ -271,7 +271,7 @@ def _recorded(original: Run, iteration: int, kind: StageKind) -> Reference:
         numbers = sorted(int(name) for name in (original.location / "iterations").names() if name.isdigit())
         recorded = [k for k in numbers if original.stage(k, kind).reference() is not None]
         raise StoreError(
-            f"Run {original.run_id!r} has no complete stage {kind} of iteration {iteration}; it has those of "
+            f"Run {original.run_id!r} has no complete stage {kind} of iteration {iteration}; recorded: "
             f"{', '.join(map(str, recorded)) or 'none'}."
         )
     return reference

@@ -115,9 +115,7 @@ def rescore(
         label = parts[-1] if parts[-3] == "datasets" else f"{manifest.run_id}-i{reference.iteration:06d}"
         place = Location(store) / f"datasets/{name}/{label}"
         if place.uri == reference.uri:
-            raise ConfigError(
-                f"--name {name}: this is the dataset that is judged; the verdicts need a name of their own."
-            )
+            raise ConfigError(f"--name {name}: this is the judged dataset; the verdicts need another name.")
         stage = Stage(place, kind=StageKind.COLLECT, run_id=manifest.run_id, iteration=reference.iteration)
         version = stage.reference()
         if version is None:
@@ -204,9 +202,7 @@ def judging_config(store: str, collection: Reference, overrides: Sequence[str]) 
     try:
         tree = load_run(store, read_manifest(collection).run_id).config.model_dump(mode="json")
     except StoreError as error:
-        raise StoreError(
-            f"{error} It collected what is to be judged, and its run.json says with which environment."
-        ) from error
+        raise StoreError(f"{error} It collected these rollouts, and its run.json names their environment.") from error
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree, origin=f"the environment of {collection.uri}", recorded=True)

@@ -281,8 +281,8 @@ def _hosted(config: SingleEnvironment, environment: Environment | GymnasiumEnvir
         return _with_mcp(HostedEnvironmentClient(config, environment), servers)
     if servers:
         raise ConfigError(
-            f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
-            "all tool calls itself. Leave it out."
+            f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol: its world answers all "
+            "tool calls itself. Remove it."
         )
     return HostedEpisodeClient(config, environment)
 
@@ -343,7 +343,7 @@ class MixtureClient(ClosedOnExit):
         }
         if "train" not in self._rows and (empty := [name for name, part in parts.items() if not part.tasks("train")]):
             raise ConfigError(
-                f"environment.environments.{empty[0]} has no training task to draw. Give it some, or leave it out."
+                f"environment.environments.{empty[0]} has no training task. Add tasks, or remove the environment."
             )
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:

@@ -266,9 +266,7 @@ def _turn(place: int, calls: Sequence[_Call], policy_version: int | None) -> Tur
     call = calls[place]
     version = call.record.get("policy_version")
     if version is None and (version := policy_version) is None:
-        raise _Unusable(
-            MISSING_VERSION, f"the engine did not tell which version of the policy answered call {call.number}"
-        )
+        raise _Unusable(MISSING_VERSION, f"the engine did not return the policy version of call {call.number}")
     known = 0 if call.parent is None else calls[call.parent].ends
     return Turn(
         turn=place,
@@ -344,8 +342,8 @@ class Conversation:
         """
         if completion.finish_reason not in ("stop", "tool_calls", "length"):
             raise BadCompletion(
-                f"The engine ended a reply with finish_reason {completion.finish_reason!r}, which is none of stop, "
-                "tool_calls and length."
+                f"The engine ended a reply with finish_reason {completion.finish_reason!r}, which is not stop, tool_calls "
+                "or length."
             )
         try:
             self.chain.add(
@@ -567,8 +565,8 @@ def _shows_tools(choice: Any) -> bool:
     if choice == "none":
         return False
     raise BadTaskRow(
-        f"responses_create_params.tool_choice is {choice!r}: forcing a call restricts what the policy can say to something "
-        "that no trainer computes, and that the engine therefore refuses, in evaluation too. Use auto or none."
+        f"responses_create_params.tool_choice is {choice!r}: a forced call changes the distribution of the policy, which no "
+        "trainer accounts for, so the engine refuses it. Use auto or none."
     )
 
 

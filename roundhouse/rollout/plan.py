@@ -117,8 +117,8 @@ def build_curriculum(config: CurriculumConfig) -> Curriculum | None:
     if curriculum is None or isinstance(curriculum, Curriculum):
         return curriculum
     raise ConfigError(
-        f"rollout.curriculum.kind is {config.kind}, whose plug-in makes a {type(curriculum).__name__}, which is no Curriculum "
-        "(roundhouse.rollout.plan). Correct the plug-in."
+        f"rollout.curriculum.kind is {config.kind}, but its plug-in returns a {type(curriculum).__name__}, not a Curriculum "
+        f"(roundhouse.rollout.plan). Correct the plug-in."
     )
 
 
@@ -179,7 +179,7 @@ def task_id_of(row: TaskRow) -> str:
     """
     if row.get("task_id") in (None, ""):
         raise DataError(
-            "A task row has no task_id, and rollout.curriculum draws by what is recorded of each task. Add it."
+            "A task row has no task_id, and rollout.curriculum draws by the recorded outcomes of each task. Add it."
         )
     return str(row["task_id"])
 
@@ -317,7 +317,7 @@ def plan_rollouts(
         if not isinstance(row, Mapping):
             raise DataError(f"Task row {index} is a {type(row).__name__}; a task row is an object with a task_id.")
         if (task_id := _task_id(row)) == "":
-            raise DataError(f"Task row {index} has no task_id: rollouts of different tasks could not be told apart.")
+            raise DataError(f"Task row {index} has no task_id: rollouts of different tasks could not be distinguished.")
         group_id, times[task_id] = task_id, times.get(task_id, 0) + 1
         if times[task_id] > 1:
             if taken is None:
@@ -442,16 +442,14 @@ def sample_tasks(
         ConfigError: rows are missing, or fewer than `n` with `drop_last`.
     """
     if not rows:
-        raise ConfigError(
-            "The environment has no training tasks to sample from: check `environment` in the configuration."
-        )
+        raise ConfigError("The environment has no training tasks. Check `environment` in the configuration.")
     begin = iteration * n
     if not isinstance(rows, WeightedTasks):
         length = len(rows) // n * n if drop_last else len(rows)
         if not length:
             raise ConfigError(
-                f"rollout.drop_last leaves out what fills no iteration, and the {len(rows)} training tasks do not fill one of "
-                f"{n} (rollout.prompts_per_iteration). Lower that, or set rollout.drop_last to false."
+                f"rollout.drop_last omits incomplete iterations, and {len(rows)} training tasks are fewer than {n} "
+                f"(rollout.prompts_per_iteration). Lower this, or set rollout.drop_last to false."
             )
         positions = [divmod(position, length) for position in range(begin, begin + n)]
         return _in_epochs(rows, seed, positions, shuffle)

@@ -96,7 +96,7 @@ class Recording:
         if environment.restoration == "none" and acted:
             raise NotRebuilt(
                 "not_replayable",
-                f"tools were called, and {self.name} does not say that its calls can be made again (restoration is none; of "
+                f"tools were called, and {self.name} does not declare that its calls can be repeated (restoration is none; of "
                 "a server, environment.restore)",
             )
 
@@ -121,7 +121,7 @@ class Recording:
         if number == len(self._replies):
             if self._overflowed:
                 raise ContextOverflow("as recorded")
-            raise self._refuse("continues", f"the rollout had ended after {number} replies, and now goes on")
+            raise self._refuse("continues", f"the rollout had ended after {number} replies, and now continues")
         self._compare(self._starts[number], f"before reply {number}")
         self._next += 1
         turn = self._stored.turns[number]

@@ -272,7 +272,7 @@ class RecordedCalls:
             return None
         call = self._recorded[self._next]
         if call.request != request or len(self._answers) != len(call.answers):
-            raise self._diverged("other_request", f"call {call.number} is not the one that was recorded")
+            raise self._diverged("other_request", f"call {call.number} differs from the recorded one")
         prompt = self._prompt(call.finished_turn)
         if digest_tokens(prompt) != call.finished_turn.prompt_digest:
             detail = f"the recorded calls do not give the prompt that the engine saw in call {call.number}"
@@ -319,7 +319,7 @@ class RecordedCalls:
         try:
             return json.dumps(await self._session.snapshot())
         except (TypeError, ValueError) as error:
-            raise SnapshotFailed(f"The snapshot of the session is no JSON value: {error}") from error
+            raise SnapshotFailed(f"The snapshot of the session is not a JSON value: {error}") from error
 
     # -- for the environment ----------------------------------------------------------------------------------------
 

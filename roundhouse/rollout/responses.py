@@ -172,8 +172,8 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "input_video" and (url := _url(part.get("video_url") or part.get("video"))):
         return {"type": "video_url", "video_url": {"url": url}}
     raise UnsupportedItem(
-        f"A content part has type {kind!r}{'' if kind is None else ' or lacks its URL'}; text parts, input_image with "
-        "image_url and input_video with video_url can be shown."
+        f"A content part has type {kind!r}{'' if kind is None else ' or lacks its URL'}; supported: text parts, input_image "
+        "with image_url, input_video with video_url."
     )
 
 

@@ -341,7 +341,7 @@ class RubricJudge:
             InfraError: the engine failed, as in the rollout's calls.
         """
         assert self.judge is not None, "the section was checked"
-        assert attempt is not None, "what has no engine is refused without base_url"
+        assert attempt is not None, "judges without an engine need base_url"
         assert attempt.engine is not None, "the rollout engine sets it"
         sampling = attempt.sampling.model_copy(update={"max_new_tokens": self.judge.max_tokens})
         try:

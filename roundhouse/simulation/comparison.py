@@ -72,7 +72,7 @@ def variants(
 def compare(scenarios: Sequence[Scenario]) -> list[Row]:
     """Simulate each."""
     if not scenarios:
-        raise ConfigError("There is no scenario to simulate. Give a mode, sync for example.")
+        raise ConfigError("No scenario is named. Give a mode, sync for example.")
     rows: list[Row] = []
     for scenario in scenarios:
         outcome = simulate(scenario)
@@ -157,7 +157,7 @@ def recorded_iterations(run: Run, since: int = 1) -> list[RecordedIteration]:
         )
     if not iterations:
         raise StoreError(
-            f"{run.location.uri} has no reported iteration: there is nothing to draw durations from. Let the run finish one, "
+            f"{run.location.uri} has no reported iteration with durations. Let the run finish one, "
             "or give distributions with --config."
         )
     return iterations

@@ -93,7 +93,7 @@ def diagnose(run: Run, since: int | None = None) -> Diagnosis:
     if run.config.asynchrony.staleness > 0:
         raise StoreError(
             f"Run {run.run_id} has asynchrony.staleness={run.config.asynchrony.staleness}: its stages overlap, and their "
-            "durations do not say what one of them takes alone. Diagnose a synchronous run; `roundhouse simulate` compares "
+            "durations do not show the time of one stage alone. Diagnose a synchronous run; `roundhouse simulate` compares "
             "bounds."
         )
     first = run.first_version + 1
@@ -237,7 +237,7 @@ def _changes(
     changes.append(("storage", "storage of twice the speed", stored, 1.0))
     if python > 0.05:
         scaled = [_engine(tree, replicas, slots, 1 - python * share / 2) for share in ends]
-        changes.append(("shards", f"twice the processes that collect ({python:.0%} of it is Python's)", scaled, 1.0))
+        changes.append(("shards", f"twice as many collecting processes ({python:.0%} of it is Python's)", scaled, 1.0))
     return changes
 
 

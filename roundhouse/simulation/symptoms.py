@@ -96,7 +96,7 @@ def _connections(rows: Sequence[Row]) -> list[Symptom]:
         Symptom(
             f"rollouts fail with {code}",
             f"{count} of {len(rows)}; such as: {detail[code]}",
-            "the engine has no HTTP server there, is refitting, or is overloaded"
+            "no HTTP server listens there, or the engine is refitting or overloaded"
             if code.startswith("engine")
             else "the environment's server is down, or slower than its time limit",
             "roundhouse doctor CONFIG asks both; time limits are generation.request_timeout_seconds and "
@@ -140,7 +140,7 @@ def _uneven_failures(iterations: Sequence[Sequence[Row]]) -> list[Symptom]:
             f"failures depend on {name.replace('_', ' ')}",
             f"chance alone spreads them as unevenly with a probability of {chance:.1g}",
             "a verifier, a judge or a limit fails for one kind of rollout, such as right answers or long ones",
-            "correct the cause of the most frequent failure code before training goes on",
+            "correct the cause of the most frequent failure code before training continues",
         )
         for name, chance in uneven_failures(outcomes).items()
         if chance < DOUBT
@@ -186,7 +186,7 @@ def _breaks(validated: Sequence[Manifest]) -> list[Symptom]:
             "token discontinuity",
             f"{count} model calls; such as: {next((text for text in texts if f'cause: {cause} ' in text), '')}",
             cause.replace("_", " "),
-            "docs/concepts.md, Breaks of the tokens; validation.on_break says what becomes of such rollouts",
+            "docs/concepts.md, Breaks of the tokens; validation.on_break decides about such rollouts",
         )
         for cause, count in causes.most_common()
     ]

@@ -323,7 +323,7 @@ def compare_runs(store: str, a: str, b: str, metrics: list[str] | None = None) -
     run_curves = curves(store, a, b)
     if unknown := [name for name in metrics or () if name not in run_curves]:
         near = ", ".join(sorted(run_curves)) or "none"
-        raise QueryError(f"Neither {a} nor {b} has a metric {unknown[0]!r}. There are: {near}.")
+        raise QueryError(f"Neither {a} nor {b} has a metric {unknown[0]!r}. Available: {near}.")
     return RunComparison(
         a,
         b,

@@ -54,9 +54,7 @@ def read_chat_rows(file: str) -> list[Row]:
     try:
         data = Location(directory or ".").read(name)
     except NotFound as error:
-        raise ConfigError(
-            f"offline.datasets: there is no file {file}. Give the path of a file of chat rows."
-        ) from error
+        raise ConfigError(f"offline.datasets: {file} does not exist. Give the path of a file of chat rows.") from error
     rows = [_row(file, number, line) for number, line in numbered_lines([data], file)]
     if not rows:
         raise ConfigError(f"offline.datasets: {file} holds no row. Give one conversation a line.")
@@ -99,7 +97,7 @@ def _row(file: str, number: int, line: bytes) -> Row:
     row = parse_json(line, f"{file}, row {number}: the line")
     try:
         if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-            raise ValueError('it has no "messages"')
+            raise ValueError('"messages" is missing')
         calls: list[str] = []
         tools = tools_of_row(row.get("tools"))
         parameters = parameters_by_name(tools)
@@ -107,7 +105,7 @@ def _row(file: str, number: int, line: bytes) -> Row:
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no message has the role assistant, so nothing is to be learnt from it")
         if messages[0]["role"] == "assistant":
-            raise ValueError("it begins with the assistant, before which no prompt stands")
+            raise ValueError("it begins with an assistant message, without a prompt")
         request = {"messages": messages, "tools": tools or None}
         read_request(request, "")
         return {"number": number, "reward": _reward(row.get("reward")), **request}
@@ -167,7 +165,7 @@ def _refuse_dropped_tools(files: Path, file: str, rows: Sequence[Row]) -> None:
                 refuse_unfit_template(template, row["tools"] or [])
             except ConfigError as error:
                 raise DataError(
-                    f"{file}, row {row['number']}: {_said(error)}. policy.chat_template names one that shows them."
+                    f"{file}, row {row['number']}: {_said(error)}. Name a template that renders them (policy.chat_template)."
                 ) from error
 
 

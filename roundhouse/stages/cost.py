@@ -491,7 +491,7 @@ def raises(run: Run) -> list[Raise]:
         except NotFound:
             return raises_so_far
         except ValidationError as error:
-            raise StoreError(f"{place.uri}/{name} is no raise of a budget. Mend or delete it. {error}") from error
+            raise StoreError(f"{place.uri}/{name} does not raise a budget. Correct or delete it. {error}") from error
 
 
 def budget_of(run: Run) -> dict[str, float]:
@@ -512,11 +512,9 @@ def raise_budget(run: Run, limits: Mapping[str, float], comment: str = "", by: s
     present = budget_of(run)
     for name, value in limits.items():
         if name not in BUDGETED:
-            raise ConfigError(f"budget {name} is no limit; those are {', '.join(BUDGETED)}.")
+            raise ConfigError(f"budget {name} is unknown. Limits: {', '.join(BUDGETED)}.")
         if not math.isfinite(value):
-            raise ConfigError(
-                f"budget {name}={value:g} is no limit. Give a finite one, however large, such as {name}=1e12."
-            )
+            raise ConfigError(f"budget {name}={value:g} is not a limit. Give a finite number, such as {name}=1e12.")
         if not value > present.get(name, 0.0):
             raise ConfigError(
                 f"budget {name}={value:g} does not raise the limit of {present.get(name, 0.0):g}. Give more."
@@ -551,6 +549,6 @@ def used_up(run: Run, iteration: int) -> list[str]:
 def budget_reached(run: Run, iteration: int, lines: list[str]) -> BudgetReached:
     """The error that ends a run which waits for a person."""
     return BudgetReached(
-        f"Run {run.run_id} rests before iteration {iteration}: {'; '.join(lines)}. Raise it, and it goes on: "
+        f"Run {run.run_id} is paused before iteration {iteration}: {'; '.join(lines)}. Raise the limit to resume: "
         f"`roundhouse runs resume {run.run_id} --budget <limit>=<more>`."
     )

@@ -110,7 +110,7 @@ def no_heldout_task(config: RunConfig) -> ConfigError:
     keys = [key for key in ("heldout_tasks", "heldout_data", "heldout_fraction") if hasattr(environment, key)]
     where = f"Set environment.{keys[0]}" if keys else "Give some from the environment's tasks('heldout')"
     return ConfigError(
-        f"environment.kind is {environment.kind} and has no held-out task, so there is nothing to evaluate on. {where}, or "
+        f"environment.kind is {environment.kind} and has no held-out task to evaluate. {where}, or "
         "train without evaluation: evaluation: {every: null, before_training: false}."
     )
 

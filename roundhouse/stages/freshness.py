@@ -25,12 +25,12 @@ from roundhouse.trajectories.schemas import computed_log_probs
 log = logging.getLogger(__name__)
 
 STOPPED = (
-    "The versions before are published. Collect anew with the newest of them and train on that, lower "
+    "The versions before are published. Collect again with the newest of them and train on that, lower "
     "train.optimizer.learning_rate or offline.epochs, lower the bound, or set offline.on_stale=warn."
 )
 REMEDY = (
-    "Collect anew with the policy that you start from (roundhouse collect, a schedule), start from the one that collected "
-    "(--at), raise the bound, or set offline.on_stale=warn."
+    "Collect again with the policy that training starts from (roundhouse collect, a schedule), start from the collecting "
+    "policy (--at), raise the bound, or set offline.on_stale=warn."
 )
 
 
@@ -109,8 +109,7 @@ def judge(config: RunConfig, found: Freshness) -> list[str]:
     lines = []
     if found.age is not None and bounds.max_age is not None and found.age > bounds.max_age:
         lines.append(
-            f"it was collected {found.age} policy versions before the one that training starts from "
-            f"(offline.max_age={bounds.max_age})"
+            f"it was collected {found.age} policy versions before the start of training (offline.max_age={bounds.max_age})"
         )
     if bounds.max_age_days is not None and found.days > bounds.max_age_days:
         lines.append(f"it was collected {found.days:.1f} days ago (offline.max_age_days={bounds.max_age_days:g})")

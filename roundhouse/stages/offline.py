@@ -119,7 +119,7 @@ def batch_of(run: Run, iteration: int) -> tuple[list[Reference], OfflineBatch]:
     reference = run.stage(run.first_version, StageKind.OFFLINE).reference()
     if reference is None:
         raise StoreError(
-            f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} has no stage {StageKind.OFFLINE}."
+            f"Run {run.run_id} has not fixed its datasets yet: {run.location.uri} lacks the stage {StageKind.OFFLINE}."
         )
     table = read_table(reference, "groups")
     by_dataset: list[list[str]] = [[] for _ in range(reference.counts["datasets"])]
@@ -241,7 +241,7 @@ def _versions_of(store: str, name: str, run: Run | None) -> list[Reference]:
     if not chosen:
         labels = [version.uri.rsplit("/", 1)[-1] for version in versions]
         if labels:
-            existing = f"complete versions of it: {', '.join(labels)}"
+            existing = f"complete versions: {', '.join(labels)}"
         elif names := dataset_names(store):
             existing = f"datasets there: {', '.join(names)}"
         else:
@@ -271,7 +271,7 @@ def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
 def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
     """Refuse token weights: written rows were not sampled from a policy, so their tokens have no probabilities."""
     algorithm = config.train.algorithm
-    written = f"dataset {label} was written and not sampled: it has no log-probabilities to weigh its tokens by"
+    written = f"dataset {label} was written, not sampled: it lacks the log-probabilities for token weights"
     if not isinstance(algorithm, CrossEntropyConfig):
         raise ConfigError(
             f"train.algorithm.kind is {algorithm.kind}, but {written}. Set it to cross_entropy (--method sft)."
@@ -301,7 +301,7 @@ def _refuse_other_tokens(run: Run, reference: Reference, manifest: Manifest) -> 
         return
     if theirs != ours:
         raise ConfigError(
-            f"Dataset {label_of(reference)} was collected by {place['run']}, whose tokenizer is not that of the policy. Choose "
+            f"Dataset {label_of(reference)} was collected by {place['run']}, with another tokenizer than the policy's. Choose "
             "a dataset that a policy with the same tokenizer collected."
         )
 
@@ -327,7 +327,7 @@ def draw_sample(run: Run, reference: Reference, manifest: Manifest, count: int) 
     if result.sequences.num_rows == 0:
         raise DataError(
             f"Of {result.ledger.requested} rollouts drawn from dataset {label_of(reference)}, validation refused all: "
-            f"{result.reasons}. Leave the dataset out, or look at what it collected."
+            f"{result.reasons}. Leave the dataset out, or inspect its rollouts."
         )
     return TrainingSequences.from_table(result.sequences)
 

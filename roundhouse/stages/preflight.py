@@ -156,8 +156,8 @@ def _first_training_task(config: RunConfig, client: EnvironmentClient) -> TaskRo
     task = next(iter(client.tasks("train")), None)
     if task is None:
         raise ConfigError(
-            f"environment.kind is {config.environment.kind} and has no training task to sample. Name a file with some, or "
-            "return some from tasks('train')."
+            f"environment.kind is {config.environment.kind} and has no training task. Name a file with tasks, or return "
+            "tasks from tasks('train')."
         )
     if not isinstance(task, dict):
         raise ConfigError(
@@ -172,7 +172,7 @@ def _refuse_unwritable_store(config: RunConfig) -> None:
         directory = Location(config.store).local_path
         existing = next(place for place in (directory, *directory.parents) if place.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            why = "cannot be written to" if existing.is_dir() else "is no directory"
+            why = "cannot be written to" if existing.is_dir() else "is not a directory"
             raise ConfigError(
                 f"store is {directory}, but {existing} {why}. Set store to a place that can be written to."
             )
@@ -189,7 +189,7 @@ def _refuse_slow_bfloat16(config: RunConfig) -> None:
         for key, dtype in on_cpu.items():
             if dtype == "bfloat16":
                 raise ConfigError(
-                    f"{key} is bfloat16, but this machine's processor has no instructions for it: about three times slower "
+                    f"{key} is bfloat16, but this machine's processor lacks instructions for it: about three times slower "
                     f"than float32. Set {key} to float32."
                 )
 
@@ -300,8 +300,8 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
         if version != 0:
             existing = ", ".join(run_ids(config.store)) or "none"
             raise StoreError(
-                f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {existing}. Train it first, or name "
-                "its starting policy, which is made then: --version 0."
+                f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {existing}. Train it first, or "
+                "evaluate its starting policy: --version 0."
             )
         refuse_unready(config, trains=False)
         return
@@ -345,8 +345,8 @@ def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> Non
         problem = f"does not answer ({type(error).__name__}: {error})"
     if problem is not None:
         raise ConfigError(
-            f"generation.endpoint.url is {endpoint.url}, whose /v1/models {problem}. Start the server, or correct the section "
-            f"generation.endpoint.{proxy_note(endpoint.url)}"
+            f"generation.endpoint.url is {endpoint.url}, and its /v1/models {problem}. Start the server, or correct the "
+            f"section generation.endpoint.{proxy_note(endpoint.url)}"
         )
     if endpoint.kind != "text":
         try:
@@ -377,8 +377,8 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
         engine.read_trial(reply.json())
     except (BadReply, EngineUnreachable, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"generation.endpoint.url is {endpoint.url}, whose {path} answers {reply.status_code} with no token IDs with "
-            f"log-probabilities ({reply.text[:200]!r}), as generation.endpoint.kind {endpoint.kind} needs them: its answers "
+            f"generation.endpoint.url is {endpoint.url}, and its {path} answers {reply.status_code} without token IDs and "
+            f"log-probabilities ({reply.text[:200]!r}), which generation.endpoint.kind {endpoint.kind} needs: its answers "
             f"cannot be trained on. {openai_engine.REMEDY}"
         ) from error
 
@@ -424,8 +424,8 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, firs
     if source.is_local:
         if HUB_ID.fullmatch(policy.path) and not source.local_path.exists():
             raise ConfigError(
-                f"policy.path is {policy.path}, which is not a directory. No model is downloaded from the Hugging Face hub: "
-                f"`hf download {policy.path} --local-dir DIRECTORY` does it; then name the directory. Or set policy.kind to "
+                f"policy.path is {policy.path}, which is not a directory. Models are not downloaded. Run `hf download "
+                f"{policy.path} --local-dir DIRECTORY` and name the directory. Or set policy.kind to "
                 "bundled for the model that comes with Roundhouse."
             )
         if (gguf := gguf_file(source.local_path)) is None:

@@ -111,7 +111,7 @@ def answer(run: Run, version: int, approved: bool, comment: str = "", by: str | 
     decision = run.stage(version, StageKind.PROMOTE).reference()
     if decision is None or not read_manifest(decision).details.get("awaits_approval"):
         waiting = ", ".join(str(question.version) for question in open_questions(run)) or "none"
-        raise StoreError(f"Version {version} of run {run.run_id} waits for no approval. Those that do: {waiting}.")
+        raise StoreError(f"Version {version} of run {run.run_id} does not wait for approval. Waiting: {waiting}.")
     if answer_to(run, version) is None:
         new_answer = ApprovalDecision(
             approved=approved, comment=comment, by=getpass.getuser() if by is None else by, at=time.time()
@@ -129,7 +129,7 @@ def settle_expired(run: Run, question: PromotionQuestion, now: float) -> Approva
     if not question.is_expired(now) or question.until is None:
         return None
     hours = (question.until - question.asked_at) / 3600
-    comment = f"nobody answered within {hours:g} hours (evaluation.approval.on_timeout={question.at_limit})"
+    comment = f"no answer within {hours:g} hours (evaluation.approval.on_timeout={question.at_limit})"
     return answer(run, question.version, question.at_limit == "approve", comment, by="the time limit")
 
 
@@ -166,7 +166,7 @@ def promote(run: Run, version: int) -> Reference | None:
 def _decide(run: Run, version: int, confidence: float) -> Reference:
     evaluation = run.stage(version, StageKind.EVALUATE).reference()
     if evaluation is None:
-        raise StoreError(f"Version {version} of run {run.run_id} has no evaluation: nothing says how good it is.")
+        raise StoreError(f"Version {version} of run {run.run_id} has no evaluation, so that its quality is unknown.")
     attempt = run.begin(run.stage(version, StageKind.PROMOTE), policy_version=version)
     incumbent, rewards = promoted_version(run), _rewards(evaluation)
     against = None if incumbent in (None, version) else run.stage(incumbent, StageKind.EVALUATE).reference()

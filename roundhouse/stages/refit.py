@@ -117,7 +117,7 @@ def engine_model(run: Run) -> str | None:
 
 def _model_to_start_from(run: Run) -> str:
     if (model := engine_model(run)) is None:
-        raise StoreError(f"run {run.run_id} has no starting policy yet, from which an engine could start")
+        raise StoreError(f"run {run.run_id} has no starting policy for an engine yet")
     return model
 
 

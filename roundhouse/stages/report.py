@@ -206,7 +206,7 @@ def sink_class(name: str) -> Any:
         inspect.signature(sink).bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"tracking.sinks names {name!r}, which is not made with the run: {error}. Define __init__(self, run)."
+            f"tracking.sinks names {name!r}, which cannot be created: {error}. Define __init__(self, run)."
         ) from error
     except ValueError:
         pass  # a class without a signature in Python

@@ -664,7 +664,7 @@ def _refuse_other_memory_settings(run: Run, since: list[Reference], base: Refere
         if others := [f"train.{name}={value}" for name, value in settings.items() if own[name] != value]:
             raise ConfigError(
                 f"Version {base.policy_version} holds no optimizer state (checkpoint.optimizer_every), and iteration "
-                f"{sequences.iteration}, which is trained again for it, was trained with {', '.join(others)}. Set this, or "
+                f"{sequences.iteration}, which must be trained again for it, used {', '.join(others)}. Set this, or "
                 f"fork from version {since[0].iteration - 1}, which holds the state."
             )
 

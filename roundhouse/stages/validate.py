@@ -340,7 +340,7 @@ class DecodedText:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                f"{directory} has no tokenizer.json, so text cannot be proved. Set validation.check_text to false."
+                f"{directory} has no tokenizer.json, so text cannot be verified. Set validation.check_text to false."
             )
         self._tokenizer = Tokenizer.from_file(str(file))
         config = _json(directory / "tokenizer_config.json")
@@ -395,11 +395,13 @@ class DecodedText:
                 record = recorded[place] if place < len(recorded) else None
                 if record != utterance:
                     raise Refusal(
-                        "text_mismatch", f"the tokens say {_short(utterance)}, the record {_short(record)}", turn.turn
+                        "text_mismatch",
+                        f"the tokens decode to {_short(utterance)}, the record has {_short(record)}",
+                        turn.turn,
                     )
                 place += 1
         if place < len(recorded):
-            raise Refusal("text_mismatch", f"no token says {_short(recorded[place])}")
+            raise Refusal("text_mismatch", f"no token decodes to {_short(recorded[place])}")
         return True
 
 

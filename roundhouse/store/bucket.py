@@ -141,13 +141,11 @@ def _last_words(error: Exception, attempts: int, spent: float) -> str:
     if has_expired_credentials(error):
         remedy = (
             "The credentials have expired: renew them (AWS_SESSION_TOKEN, `aws sso login` or the credential process), then "
-            "start again: what was committed is kept"
+            "start again. Committed data is kept"
         )
     else:
         note = proxy_note(endpoint() or "https://s3.amazonaws.com")
-        remedy = (
-            f"Is the endpoint (AWS_ENDPOINT_URL) right and up?{note} Start again when it is: what was committed is kept"
-        )
+        remedy = f"Check that the endpoint (AWS_ENDPOINT_URL) is right and up.{note} Then start again. Committed data is kept"
     return f"no answer after {attempts} attempts in {spent:.0f} s, the last with {last.rstrip('.')}. {remedy}"
 
 

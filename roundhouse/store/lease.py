@@ -131,11 +131,11 @@ class Fence(BaseModel):
         later, own = _read(place, self.token + 1), _read(place, self.token)
         if later is not None or own is None or own.nonce != self.nonce:
             if (newest := _newest(place)) is None:
-                raise LeaseLost(f"{self.run} was deleted while this process drove it; nothing more of it is written.")
+                raise LeaseLost(f"{self.run} was deleted while this process drove it; the process writes nothing more.")
             raise LeaseLost(
-                f"Another process drives {self.run} now: {newest}. This one had not renewed its lease in time, since it was "
-                "suspended or the store was out of its reach; it stops, and publishes nothing more. The other goes on from "
-                "what was complete; to go on here, end that one and start this command again."
+                f"Another process drives {self.run} now: {newest}. This process lost its lease because it was suspended or "
+                "could not reach the store. It stops and writes nothing more. The other one resumes the run. "
+                "To continue here, stop the other one and run this command again."
             )
 
 

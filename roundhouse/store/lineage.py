@@ -221,8 +221,8 @@ def read_identity(location: Location) -> dict[str, Any]:
         raise StoreError(f"{place} is damaged: {error!r}. Restore it from a copy.") from error
     if digest != recorded:
         raise StoreError(
-            f"{place}: its configuration has the digest {digest}, and the run was created with {recorded}: somebody has edited "
-            "it. Restore it from a copy. A run goes on with other settings by --set, or as a fork."
+            f"{place}: its configuration has the digest {digest}, but the run was created with {recorded}: the file was "
+            f"edited. Restore it from a copy. To change settings, use --set or a fork."
         )
     if identity.get("identity_digest", whole) != whole:  # missing in runs of earlier versions
         raise StoreError(

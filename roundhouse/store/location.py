@@ -451,7 +451,7 @@ class Location:
             if not self.is_local and bucket.code_of(error) == "NoSuchBucket":
                 name, where = self._root.split("/", 1)[0], bucket.endpoint() or "AWS's own endpoint"
                 raise NoBucket(
-                    f"cannot {verb} {place}: there is no bucket {name!r} at {where}. Create it, or correct `store`."
+                    f"cannot {verb} {place}: bucket {name!r} does not exist at {where}. Create it, or correct `store`."
                 ) from error
             raise NotFound(f"cannot {verb} {place}: it does not exist") from error
         except FileExistsError as error:

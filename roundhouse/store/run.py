@@ -246,7 +246,7 @@ def no_such_version(run: Run, version: int | None) -> StoreError:
     existing = ", ".join(map(str, run.checkpoint_versions())) or "none"
     return StoreError(
         f"Run {run.run_id!r} has no checkpoint of version {version}. It has: {existing} (checkpoint.keep_last and keep_every "
-        "decide which stay)."
+        "set which versions are kept)."
     )
 
 
@@ -355,7 +355,7 @@ def version_named(run: Run, name: str) -> int:
         if (promoted := promoted_version(run)) is None:
             raise ConfigError(
                 f"Run {run.run_id!r} has no promoted checkpoint: no version was evaluated, or promotion is off "
-                "(evaluation.promotion_confidence). Name newest or a version, or evaluate it: roundhouse evaluate."
+                "(evaluation.promotion_confidence). Name `newest` or a version, or evaluate one: roundhouse evaluate."
             )
         return promoted
     if name != "newest":
@@ -457,6 +457,6 @@ def _training_of(deleted: Reference) -> Manifest:
     reference = Stage(place, kind=StageKind.TRAIN, run_id="", iteration=k).reference()
     if reference is None:
         raise StoreError(
-            f"{deleted.uri} has no {MANIFEST}, and {place.uri} neither: what was trained there is not known."
+            f"{deleted.uri} has no {MANIFEST}, and neither has {place.uri}: the training of this version is unknown."
         )
     return read_manifest(reference)

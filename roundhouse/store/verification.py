@@ -123,8 +123,8 @@ def _fault_of_rows(location: Location, entry: FileEntry) -> str | None:
     try:
         rows = pq.read_metadata(_Ranges(location, entry)).num_rows
     except pa.ArrowInvalid as error:
-        return f"is no Parquet file: {error}"
-    return None if rows == entry.rows else f"has {rows} rows, the manifest says {entry.rows}"
+        return f"is not a Parquet file: {error}"
+    return None if rows == entry.rows else f"has {rows} rows, the manifest has {entry.rows}"
 
 
 class _Ranges(io.RawIOBase):
@@ -163,7 +163,7 @@ def _dangling(location: Location, manifest: Manifest, redo: str) -> Iterator[Sto
             owns_rows = manifest.kind == StageKind.COLLECT  # re-scored: its rows are its own
             if gone and (reference.kind == StageKind.CHECKPOINT or owns_rows):
                 continue
-            yield StoreProblem(location.uri, f"its {name} is not what it was made from: {error}", redo)
+            yield StoreProblem(location.uri, f"its {name} differs from its source: {error}", redo)
 
 
 _CHECKPOINT = re.compile(r"(?P<run>(?:(?:runs|replays)/[^/]+/)?)checkpoints/(?P<version>\d+)/(?P<file>.+)")

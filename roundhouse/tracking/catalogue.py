@@ -63,7 +63,7 @@ RESUMPTIONS = (
     Entry(
         "rollout/restarted",
         "(count)",
-        "times one began anew all the same; why: `resumptions` in the details of the collect manifest",
+        "times one began again all the same; reasons: `resumptions` in the details of the collect manifest",
     ),
     Entry(
         "rollout/repeated_tokens", "(count)", "generated tokens of calls that were on record and had to be made again"
@@ -71,7 +71,7 @@ RESUMPTIONS = (
     Entry(
         "rollout/shards", "(count)", "workers that the collection was spread over (`rollout.distribution`), all rounds"
     ),
-    Entry("rollout/shards_lost", "(count)", "lost workers whose work another one continued"),
+    Entry("rollout/shards_lost", "(count)", "lost workers; another one continued their work"),
     Entry("rollout/shard_cpu_seconds", "(seconds)", "CPU time of all these workers, their start included"),
     Entry("rollout/kubernetes_calls", "(count)", "calls of the API server for a collection by Jobs, repeated ones too"),
 )
@@ -145,17 +145,23 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Branches",
-        "Only with `rollout.branching`, in an iteration that branched a turn. Of its branches alone: what is above, `reward/*` "
-        "among it, is of rollouts that begin with their task, but for `rollout/tokens_per_second`.",
+        "Only with `rollout.branching`, in an iteration that branched a turn. These metrics count branches alone. All other "
+        "metrics, `reward/*` included, count rollouts that begin with their task, except `rollout/tokens_per_second`.",
         (
             Entry("branching/groups", "(count)", "turns that were branched"),
             Entry(
-                "branching/groups_with_spread", "(count)", "groups whose ends differ: only these are trained on", "most"
+                "branching/groups_with_spread",
+                "(count)",
+                "groups with different rewards: only these are trained on",
+                "most",
             ),
             Entry("branching/rollouts", "(count)", "branches"),
             Entry("branching/failed", "(count)", "branches that failed, for whatever reason", "0"),
             Entry(
-                "branching/not_rebuilt", "(count)", "branches whose environment answered differently than recorded", "0"
+                "branching/not_rebuilt",
+                "(count)",
+                "branches in which the environment answered differently than recorded",
+                "0",
             ),
             Entry("branching/generated_tokens", "(sum)", "tokens generated for branches: of their new turns"),
             Entry("branching/turn_mean", "branched turns", "number of the turn, the first of a rollout is 0"),
@@ -165,8 +171,8 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Curriculum",
-        "Only with `rollout.curriculum`, by what was recorded when the tasks were drawn. With a window "
-        "(`asynchrony.window`), of the tasks that the iteration drew itself.",
+        "Only with `rollout.curriculum`, from records at the time when the tasks were drawn. With a window "
+        "(`asynchrony.window`): tasks that the iteration drew itself.",
         (
             Entry("curriculum/unseen", "drawn tasks", "had no recent group"),
             Entry("curriculum/below_band", "drawn tasks", "had a recent success rate below the band"),
@@ -186,13 +192,13 @@ CATALOGUE = (
             Entry(
                 "validate/token_breaks",
                 "(count)",
-                "model calls whose prompt renders the tokens so far differently",
+                "model calls with a prompt that renders the tokens so far differently",
                 "0",
             ),
             Entry("validate/token_breaks/*", "(count)", "of them by likely cause (`docs/concepts.md`)", "0"),
             Entry("validate/forks", "(count)", "model calls of a sub-agent, a branch or a compacted history"),
             Entry("validate/forks/*", "(count)", "of them by kind (`docs/agents.md`)"),
-            Entry("validate/text_proved", "(count)", "rollouts whose text was proved against their tokens"),
+            Entry("validate/text_proved", "(count)", "rollouts with text verified against their tokens"),
             Entry(
                 "validate/spelled_control_tokens",
                 "(count)",
@@ -201,7 +207,7 @@ CATALOGUE = (
             ),
             Entry("validate/unknown_tokens", "(count)", "generated tokens that the tokenizer lacks", "0"),
             Entry("validate/tokens", "(count)", "tokens in the sequences"),
-            Entry("validate/trained_tokens", "(count)", "of them generated ones that can be trained on"),
+            Entry("validate/trained_tokens", "(count)", "generated tokens among them that can be trained on"),
         ),
     ),
     MetricGroup(
@@ -245,8 +251,8 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Staleness",
-        "Only of overlapped runs ([asynchrony](asynchrony.md)), `asynchrony.staleness` above 0. `<a>` is an age: by how many "
-        "versions the weights that drew a token are older than those that train on it.",
+        "Only of overlapped runs ([asynchrony](asynchrony.md)), `asynchrony.staleness` above 0. `<a>` is an age: the number "
+        "of versions between the weights that sampled a token and the weights that train on it.",
         (
             Entry("staleness/age_mean", "tokens", "age of the trained tokens", "as small as the trainer's wait allows"),
             Entry("staleness/age_max", "(maximum)", "their oldest age", "≤ asynchrony.staleness"),
@@ -326,8 +332,8 @@ CATALOGUE = (
     ),
     MetricGroup(
         "Cost and waste",
-        "`cost.prices` and `cost.trainer_gpus` set the prices. Wasted tokens are generated ones that nothing was "
-        "learnt from, each for one reason.",
+        "`cost.prices` and `cost.trainer_gpus` set the prices. Wasted tokens were generated and not trained on, each for "
+        "one reason.",
         (
             Entry("cost/gpu_seconds", "(seconds)", "GPUs held by engine and trainer, used or not"),
             Entry("cost/cpu_seconds", "(seconds)", "CPU of the processes that ran the stages"),
@@ -337,7 +343,7 @@ CATALOGUE = (
             Entry("cost/judge_completion_tokens", "(sum)", "written by them"),
             Entry("cost/repeated_rollouts", "(count)", "rollouts that needed more than one attempt", "near 0"),
             Entry("cost/stage_attempts", "(count)", "attempts of all stages", "one a stage"),
-            Entry("cost/total", "(sum)", "by the price table, if set; without judges that have no price"),
+            Entry("cost/total", "(sum)", "by the price table, if set; without judges that lack a price"),
             Entry("waste/failed_tokens", "(sum)", "of rollouts without a reward", "near 0"),
             Entry("waste/quarantined_tokens", "(sum)", "of rollouts that validation refused", "0"),
             Entry("waste/omitted_tokens", "(sum)", "of groups too small or more than wanted"),
@@ -389,7 +395,7 @@ CATALOGUE = (
             Entry(
                 "refit/engine_replacements",
                 "(count)",
-                "Ray clusters that were deleted and made anew, because the RayService's template had changed",
+                "Ray clusters that were deleted and created again because the RayService's template had changed",
                 "0, and 1 after a change of image, variables or sizes; more means that something keeps changing the template",
             ),
             Entry("overhead/orchestration", "(seconds)", "the iteration outside its stages: Prefect, artifacts"),
@@ -401,7 +407,7 @@ CATALOGUE = (
             ),
             Entry("overhead/total", "(seconds)", "what Roundhouse adds: all but rollouts, computation and evaluation"),
             Entry("overhead/*", "(seconds)", "the stage outside rollouts and computation"),
-            Entry("iteration", "(state)", "the iteration; its history lists those that MLflow has"),
+            Entry("iteration", "(state)", "the iteration; its history lists the iterations that MLflow has"),
         ),
     ),
 )

@@ -378,4 +378,4 @@ def tell_mlflow(run: Run, version: int) -> None:
         if (page := page_of(client, run)) is not None:
             register_checkpoint(client, run, version, page.info.run_id)
     except MlflowException as error:
-        log.warning("MLflow was not told of the answer about version %d (%s); the store has it", version, error)
+        log.warning("MLflow did not receive the answer about version %d (%s); the store has it", version, error)

@@ -235,7 +235,7 @@ def register_checkpoint(client: Any, run: Run, version: int, mlflow_run_id: str)
         place = model_location(Location(checkpoint.uri)).uri  # the Hugging Face directory
         path = place.removeprefix("file://")
         description = (
-            f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{path}`. MLflow has no copy."
+            f"Policy version {version} of run {run.run_id}: the Hugging Face directory `{path}`. MLflow stores no copy."
         )
         tags = {
             VERSION_TAG: str(version),

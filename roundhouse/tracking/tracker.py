@@ -176,8 +176,8 @@ class Tracker:
                     self._page = None  # it was deleted for good: the next try makes another one
                 if self._failures == 0:
                     log.warning(
-                        "MLflow at %s does not answer (%s): the run continues, the store keeps everything, and what is "
-                        "missing is written once it answers",
+                        "MLflow at %s does not answer (%s): the run continues, and missing metrics are written from the "
+                        "store when it answers",
                         masked_text(self._uri),
                         self._reason,
                     )

@@ -134,7 +134,7 @@ class TrainingSequences:
         """
         columns = {field.name: _column(table, field) for field in SCHEMA}
         if table.num_rows == 0:
-            raise DataError("The iteration has no sequences to train on. Its quarantine says why they were refused.")
+            raise DataError("The iteration has no sequences to train on. See the reasons in its quarantine.")
         ids = columns["sequence_id"].to_pylist()
         lengths = _equal_lengths(columns, ids)
         mask = _flat(columns["loss_mask"])
@@ -210,7 +210,7 @@ def _column(table: pa.Table, field: pa.Field) -> pa.Array:
     try:
         return column.cast(field.type)
     except pa.ArrowInvalid as error:
-        raise DataError(f"Column {field.name!r} of the sequences is no {field.type}: {error}") from error
+        raise DataError(f"Column {field.name!r} of the sequences is not of type {field.type}: {error}") from error
 
 
 def _generated_tokens(table: pa.Table, rollouts: list[str], mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:

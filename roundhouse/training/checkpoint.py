@@ -138,8 +138,8 @@ def load_model(
     output = model.get_output_embeddings()
     if model.config.tie_word_embeddings and output.weight is not model.get_input_embeddings().weight:
         raise DataError(
-            f"{directory} holds an lm_head.weight of its own although config.json ties it to the embedding: engine and trainer "
-            "would use different ones. Set tie_word_embeddings to false in config.json, or remove the tensor."
+            f"{directory} has a separate lm_head.weight, but config.json ties it to the embedding: engine and trainer would "
+            "use different heads. Set tie_word_embeddings to false in config.json, or remove the tensor."
         )
     return model
 

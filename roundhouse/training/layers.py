@@ -70,7 +70,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers: list[torch.nn.Module] = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} does not tell its layers apart: it can neither be sharded nor recompute activations. "
+            f"{type(model).__name__} does not name its layer class: it can neither be sharded nor recompute activations. "
             "Train on one process with train.activation_checkpointing false."
         )
     return layers
@@ -458,11 +458,11 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
             f"train.lora.target_modules {list(config.target_modules)} do not fit {type(model).__name__}: {error}"
         ) from error
     if "lora" in type(model.get_output_embeddings()).__module__:
-        raise ConfigError("train.lora.target_modules names the output layer, which is not adapted. Leave it out.")
+        raise ConfigError("train.lora.target_modules names the output layer, which cannot be adapted. Remove it.")
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise ConfigError(
-            f"train.lora.target_modules {list(config.target_modules)} name matrices that {type(model).__name__} fuses over its "
-            "experts, which are not adapted. Set it to those of attention, such as [q_proj, k_proj, v_proj, o_proj]."
+            f"train.lora.target_modules {list(config.target_modules)} name matrices that {type(model).__name__} fuses over "
+            "its experts; these cannot be adapted. Name matrices of attention, such as [q_proj, k_proj, v_proj, o_proj]."
         )
     model.peft_config = {_NAME: settings}
     model.eval()

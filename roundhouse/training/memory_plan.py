@@ -442,8 +442,8 @@ def _pass(built: _Fake, train: TrainConfig, tokens: int, *, sharded: bool) -> tu
                 loss.backward()
         except RuntimeError as error:
             raise ConfigError(
-                f"{type(built.model).__name__} cannot be planned in {built.model.dtype}: its layers need numbers, not shapes "
-                f"alone ({str(error).splitlines()[0][:200]}). Measure a step of it instead: python -m benchmarks.mfu."
+                f"{type(built.model).__name__} cannot be planned in {built.model.dtype}: its layers need values, not only "
+                f"shapes ({str(error).splitlines()[0][:200]}). Measure one step instead: python -m benchmarks.mfu."
             ) from error
     return live.at_peak, live.logits_at_peak
 

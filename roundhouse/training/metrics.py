@@ -66,7 +66,7 @@ METRICS: dict[str, Metric] = {
     # the critic (only if the algorithm has one)
     "value_loss": Metric(_TOKENS, "half the squared error of the critic, clipped, over its updates", "falls"),
     "value_clip_fraction": Metric(
-        _TOKENS, "share of tokens whose prediction moved by more than value_clip (only with one)", "< 0.2"
+        _TOKENS, "share of tokens with a prediction that moved by more than value_clip (only if it is set)", "< 0.2"
     ),
     "value_mean": Metric(_TOKENS, "the critic's predictions before its updates", "near reward"),
     "explained_variance": Metric(
@@ -82,7 +82,9 @@ METRICS: dict[str, Metric] = {
     "probs_ratio_clamped": Metric(_TOKENS, "the same, clamped to the clip bounds", "0.99 … 1.01"),
     "probs_ratio_min": Metric(_MIN, "smallest ratio", "> 0.1"),
     "probs_ratio_max": Metric(_MAX, "largest ratio", "< 10"),
-    "clip_fraction": Metric(_TOKENS, "share of tokens whose gradient the clip removed (cispo: bounded)", "< 0.2"),
+    "clip_fraction": Metric(
+        _TOKENS, "share of tokens without a gradient because of the clip (cispo: with a bounded one)", "< 0.2"
+    ),
     # the engine against the trainer, before the first update
     "token_mult_prob_error": Metric(_TOKENS, "exp(abs(gen − old))", "< 1.02; float32 on one machine: < 1.0001"),
     "gen_kl_error": Metric(_TOKENS, "KL(engine ‖ trainer), k3 from the engine's samples", "< 0.002"),
@@ -96,13 +98,15 @@ METRICS: dict[str, Metric] = {
     "correction_dropped": Metric(
         _TOKENS, "share of tokens that the correction gave weight 0 (only with one)", "< 0.05"
     ),
-    "correction_nonfinite": Metric(_SUM, "tokens whose exp(old − gen) is not finite; their weight is 0", "0"),
+    "correction_nonfinite": Metric(_SUM, "tokens with exp(old − gen) that is not finite; their weight is 0", "0"),
     "num_corrected_seqs": Metric(
         _SUM, "sequences that mismatch_correction auto corrects (only with auto)", "0 with float32"
     ),
     "num_masked_seqs": Metric(_SUM, "sequences without any weight left after the correction"),
     "num_mismatched_seqs": Metric(
-        _SUM, "sequences whose log-probabilities the weights contradict (validation.recompute_tolerance); masked", "0"
+        _SUM,
+        "sequences with log-probabilities that the weights contradict (validation.recompute_tolerance); masked",
+        "0",
     ),
     # rewards and groups
     "reward": Metric(Denominator.ROLLOUTS, "mean reward; a rollout counts once"),
@@ -114,10 +118,10 @@ METRICS: dict[str, Metric] = {
     "advantages/min": Metric(_MIN, "smallest advantage"),
     "baseline_reward/pct_0": Metric(_GROUPS, "percent of groups in which every reward is 0: too hard"),
     "baseline_reward/pct_1": Metric(_GROUPS, "percent of groups in which every reward is 1: too easy"),
-    "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups whose rewards all equal another number"),
+    "baseline_reward/pct_flat": Metric(_GROUPS, "percent of groups with rewards that all equal another number"),
     "baseline_reward/pct_mixed": Metric(_GROUPS, "percent of groups with spread, which are trained on", "> 30"),
     "num_groups_shaped_flat": Metric(
-        _SUM, "groups with spread whose shaped rewards are all equal: nothing to learn (only with shaping)", "0"
+        _SUM, "groups with spread but equal shaped rewards: no gradient (only with shaping)", "0"
     ),
     "group_size_min": Metric(_MIN, "rollouts of the smallest group"),
     "num_groups_of_one": Metric(_SUM, "groups with a single rollout, without a comparison", "0"),

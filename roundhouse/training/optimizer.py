@@ -129,7 +129,7 @@ def load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, dir
                 present = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
                 raise DataError(
                     f"{directory} holds {key} of shape {tuple(value.shape)}; the model has {present}: the state belongs to "
-                    "another architecture. Use the trainer state that lies beside the model."
+                    "another architecture. Use the trainer state of the model's checkpoint."
                 )
             whole = kind == "step"  # one number, the same on every rank
             blocks = None if whole else _blocks(optimizer, parameter)

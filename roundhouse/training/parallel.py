@@ -228,12 +228,12 @@ def refuse_uneven(ranks: int, context: int, tensor: int, replicas: int, experts:
     if ranks % (context * tensor * replicas):
         raise ConfigError(
             f"train.service.context_parallel is {context}, tensor_parallel {tensor} and data_parallel_replicate {replicas}, "
-            f"whose product does not divide {ranks} ranks. Take a multiple of it (train.service.processes)."
+            f"and their product does not divide {ranks} ranks. Set train.service.processes to a multiple of the product."
         )
     if ranks % experts:
         raise ConfigError(
-            f"train.service.expert_parallel is {experts}, which does not divide {ranks} ranks. Take a multiple of it "
-            "(train.service.processes)."
+            f"train.service.expert_parallel is {experts}, which does not divide {ranks} ranks. Set train.service.processes "
+            f"to a multiple of it."
         )
 
 

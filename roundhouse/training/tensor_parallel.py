@@ -88,7 +88,9 @@ def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
     key, plan = f"train.service.expert_parallel is {size}", model.ep_plan or {}
     if set(plan.values()) != {"grouped_gemm", "ep_dispatch_experts"}:
         what = (
-            f"spreads its experts by {', '.join(sorted({*plan.values()}))}" if plan else "has none to spread over ranks"
+            f"spreads its experts by {', '.join(sorted({*plan.values()}))}"
+            if plan
+            else "has no matrix to split over ranks"
         )
         raise ConfigError(
             f"{key}, but {type(model).__name__} {what}; only experts that tokens are sent to are known. Set it to 1."

@@ -423,7 +423,7 @@ def ledger_faults(location: Location, manifest: Manifest) -> Iterator[str]:
         ids, statuses = rows.column("rollout_id").to_pylist(), Counter(rows.column("status").to_pylist())
         for name in (status.value for status in Status):
             if statuses[name] != manifest.counts.get(name, 0):
-                yield f"the ledger says {manifest.counts.get(name, 0)} {name}, the rollouts dataset has {statuses[name]}"
+                yield f"the ledger has {manifest.counts.get(name, 0)} {name}, the rollouts dataset has {statuses[name]}"
         if len(set(ids)) != len(ids):
             yield f"{len(ids) - len(set(ids))} rollouts stand in it more than once"
         unrewarded = pa.array([status.value for status in Status if not status.rewarded])

@@ -266,8 +266,8 @@ def rebuild_prompts(turns: Sequence[Turn]) -> list[list[int]]:
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
     if rollout.reward is not None and not rollout.status.rewarded:
         raise RewardOfFailure(
-            f"Rollout {rollout.rollout_id} is {rollout.status.value} and has reward {rollout.reward}: a rollout that failed "
-            "has none. Whatever set it is in error; it is not written."
+            f"Rollout {rollout.rollout_id} is {rollout.status.value} and has reward {rollout.reward}: a failed rollout must "
+            "not have a reward. It is not written. Correct the code that set it."
         )
     total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in rollout.turns)
     texts = {name: storable_text(getattr(rollout, name)) for name in _TEXTS}

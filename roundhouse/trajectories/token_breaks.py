@@ -68,7 +68,7 @@ _MEANING: dict[Cause, tuple[CallStage, str]] = {
     ),
     Cause.TEMPLATE: (
         CallStage.INPUT_PROMPT,
-        "the chat template renders earlier messages differently; use one that leaves them as they were",
+        "the chat template renders earlier messages differently; use one that keeps them unchanged",
     ),
     Cause.BRANCH: (
         CallStage.REQUEST,

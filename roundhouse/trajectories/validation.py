@@ -414,7 +414,7 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
         place, value = next(
             (place, value) for place, value in enumerate(log_probs) if not LOWEST_LOG_PROB <= value <= LOG_PROB_SLACK
         )
-        evidence = f"log-probability {value} at generated token {place}, which no sampled token can have"
+        evidence = f"log-probability {value} at generated token {place}, which is impossible for a sampled token"
         raise Refusal("log_prob_value", evidence, turn.turn)
     lowest = min(min(tokens), min(turn.prompt_token_ids, default=0))
     highest = max(max(tokens), max(turn.prompt_token_ids, default=0))

@@ -73,7 +73,7 @@ class Catalog:
             Missing: the dataset does not exist.
         """
         if dataset not in (known := self.datasets()):
-            raise Missing(f"No {dataset} in {self.root.uri}. There are: {', '.join(known) or 'none'}.")
+            raise Missing(f"No {dataset} in {self.root.uri}. Available: {', '.join(known) or 'none'}.")
         place = self.root / dataset
         return numbered(self._names(dataset), lambda label: self._has_rollouts(place / label))
 
@@ -244,7 +244,7 @@ class Catalog:
             versions = self.versions(scope.run_id)
             if scope.iteration is not None and scope.iteration not in versions:
                 raise Missing(
-                    f"{scope.run_id} has no version {scope.iteration}; there are: {', '.join(versions.values())}."
+                    f"{scope.run_id} has no version {scope.iteration}; available: {', '.join(versions.values())}."
                 )
             chosen = versions if scope.iteration is None else {scope.iteration: versions[scope.iteration]}
             stages = []
@@ -260,7 +260,7 @@ class Catalog:
         else:
             if scope.iteration not in (iterations := self.iterations(scope.run_id)):
                 span = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
-                raise Missing(f"Run {scope.run_id!r} has no iteration {scope.iteration}; there are: {span}.")
+                raise Missing(f"Run {scope.run_id!r} has no iteration {scope.iteration}; available: {span}.")
             directory = f"runs/{scope.run_id}/iterations/{scope.iteration:06d}"
             stages = []
             for stage in scope.stages:
@@ -313,7 +313,7 @@ class Scope:
         if stage not in ROLLOUT_STAGES:
             raise ViewError(f"{prefix}stage={stage!r} holds no rollouts: {' or '.join(ROLLOUT_STAGES)}.")
         if is_dataset(run_id) and stage != "collect":
-            raise ViewError(f"{prefix}stage={stage}: a dataset has no evaluations. Leave it out.")
+            raise ViewError(f"{prefix}stage={stage}: a dataset has no evaluations. Remove it.")
         iteration = parameters.get(f"{prefix}iteration", "all")
         if iteration != "all" and not iteration.isdecimal():
             raise ViewError(f"{prefix}iteration={iteration!r} is neither a number nor 'all'.")
@@ -425,7 +425,7 @@ class Filters:
                 conditions.append((f"{column} IN ({', '.join('?' * len(choices))})", choices))
         if learning := parameters.get("learning"):
             if learning not in _LEARNING:
-                raise ViewError(f"learning={learning!r} is none of {', '.join(_LEARNING)}.")
+                raise ViewError(f"learning={learning!r} is unknown. Known: {', '.join(_LEARNING)}.")
             conditions.append((_LEARNING[learning], ()))
         for name, column in _RANGES.items():
             for end, sign in (("min", ">="), ("max", "<=")):
@@ -434,7 +434,7 @@ class Filters:
         sort = parameters.get("sort", "")
         by = sort.removeprefix("-")
         if by and by not in SORTS:
-            raise ViewError(f"sort={sort!r}: there is no such column. There are: {', '.join(SORTS)}.")
+            raise ViewError(f"sort={sort!r}: this column is unknown. Available: {', '.join(SORTS)}.")
         order = "iteration, group_id, sample"
         if by:
             order = f"{by} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, {order}"

@@ -56,7 +56,7 @@ class Details:
         file = index.file_of(iteration, rollout_id)
         if file is None:
             raise ViewError(
-                f"There is no rollout {rollout_id!r} in iteration {iteration} of {scope.run_id} ({scope.stage})."
+                f"Rollout {rollout_id!r} does not exist in iteration {iteration} of {scope.run_id} ({scope.stage})."
             )
         stages = {stage.stage: stage for stage in index.stages if stage.iteration == iteration}
         own = stages[scope.stage]
@@ -292,7 +292,7 @@ def _no_mask(stage: str, complete: dict[str, bool], iteration: int, refused: Row
     if stage == StageKind.EVALUATE:
         return "Held-out rollouts are not trained on."
     if stage == "dataset":
-        return "It was collected into a dataset: what a run made of it, the run shows."
+        return "It was collected into a dataset. Runs that train on it show its sequences."
     if not complete.get(StageKind.VALIDATE):
         return f"Stage validate of iteration {iteration} is not complete."
     return f"Kept from training: {refused['reason']}." if refused else "It became no training sequence."

@@ -135,7 +135,7 @@ def _read(adapter: Path) -> tuple[dict[str, tuple[Any, Any]], float]:
         raise DataError(f"The adapter in {adapter} cannot be read: {error!r}. Fetch the whole checkpoint.") from error
     if unknown := [key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if config.get(key)]:
         raise DataError(
-            f"The adapter in {adapter} uses {unknown[0]}, which is not merged here. Use generation.weight_sync=store."
+            f"The adapter in {adapter} uses {unknown[0]}, which cannot be merged. Use generation.weight_sync=store."
         )
     pairs = {}
     for name, low in tensors.items():

@@ -220,7 +220,7 @@ def private_directory(parent: Path, name: str) -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
-        raise StoreError(f"{directory} belongs to another user. Set TMPDIR to a directory of your own.")
+        raise StoreError(f"{directory} belongs to another user. Set TMPDIR to a directory that you own.")
     directory.chmod(0o700)
     return directory
 

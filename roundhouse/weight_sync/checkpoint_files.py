@@ -144,7 +144,7 @@ class CheckpointCache:
             for name, file in files.items():
                 if file_digest(partial / name) != file.sha256:
                     raise StoreError(
-                        f"{reference.uri}/{file.path} is damaged: it is not what its manifest says. Restore it."
+                        f"{reference.uri}/{file.path} is damaged: it differs from its manifest. Restore it."
                     )
 
         try:
@@ -208,7 +208,7 @@ def download(source: Location, sizes: Mapping[str, int], directory: Path, thread
             data = source.read_range(name, begin, end)
             if len(data) != end - begin:
                 raise DataError(
-                    f"{source.uri}/{name} is not what its manifest says: it ends at byte {begin + len(data)} of {sizes[name]}. "
+                    f"{source.uri}/{name} differs from its manifest: it ends at byte {begin + len(data)} of {sizes[name]}. "
                     "Restore it."
                 )
             os.pwrite(files[name], data, begin)
@@ -244,13 +244,13 @@ def _downloaded(uri: str, cache: NodeCache) -> CacheEntry:
         named = manifest.model_files.by_name()
         files = {name: (entry.size, entry.sha256) for name, entry in named.items() if _is_weights(name)}
     if not any(name.endswith(".safetensors") for name in files):
-        raise DataError(f"There are no safetensors files at {uri}.")
+        raise DataError(f"No safetensors files at {uri}.")
 
     def fill(partial: Path) -> None:
         download(source, {name: size for name, (size, _) in files.items()}, partial)
         for name, (_, digest) in files.items():
             if digest is not None and file_digest(partial / name) != digest:
-                raise DataError(f"{uri}/{name} is not what its manifest says. Restore it.")
+                raise DataError(f"{uri}/{name} differs from its manifest. Restore it.")
 
     return cache.entry(entry_key(uri, str(manifest)), fill)
 

@@ -162,11 +162,11 @@ def decode(codec: Codec, data: bytes, old: np.ndarray, element_bytes: int) -> np
     if codec is Codec.SPARSE:
         count = int.from_bytes(data[:8], "little")
         if count > len(before):
-            raise ValueError(f"{count} of {len(before)} elements are said to have changed")
+            raise ValueError(f"{count} of {len(before)} elements are listed as changed")
         planes = _expand(data[8:], count * (4 + element_bytes))
         places = np.cumsum(_joined(planes[: 4 * count], 4), dtype=np.int64)
         if count and places[-1] >= len(before):
-            raise ValueError(f"element {places[-1]} of {len(before)} is said to have changed")
+            raise ValueError(f"element {places[-1]} of {len(before)} is listed as changed")
         after = before.copy()
         after[places] = _stepped(before[places], _joined(planes[4 * count :], element_bytes))
         return after.view(np.uint8)

@@ -63,7 +63,7 @@ class DesiredPolicy:
         if allowed is not None and not (isinstance(allowed, list) and all({*one} == {*SAMPLED} for one in allowed)):
             raise ValueError(f"sampling is {allowed!r}; it is a list of objects with {', '.join(SAMPLED)}, or null.")
         if desired.asleep is not None and not (isinstance(desired.asleep, str) and desired.asleep):
-            raise ValueError(f"asleep is {desired.asleep!r}; it is a text that says what for, or null.")
+            raise ValueError(f"asleep is {desired.asleep!r}; it must be the reason as a text, or null.")
         return desired
 
     def same_weights(self, other: DesiredPolicy | None) -> bool:
@@ -178,7 +178,7 @@ def require_agreement(replicas: Sequence[ReplicaReport], dtype: str, recorded: M
     if not replicas:
         raise DeploymentFailed("No replica answers after the refit. Look at the engine's log.")
     if recorded is not None:
-        _require(replicas, recorded, dtype, "what was recorded of this version")
+        _require(replicas, recorded, dtype, "the record of this version")
     _require(replicas, proof_of(replicas), dtype, f"replica {replicas[0].replica_id}")
 
 

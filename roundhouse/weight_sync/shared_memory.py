@@ -40,8 +40,8 @@ class SharedMemoryTransport(WeightTransport):
     def check(self, run: RunConfig) -> None:
         if run.infra.kind == "kubernetes":
             raise ValueError(
-                "generation.weight_sync is shared-memory, but with infra.kind kubernetes flow and engine are in pods of their "
-                "own. Set it to store or delta."
+                "generation.weight_sync is shared-memory, but with infra.kind kubernetes flow and engine are in separate "
+                "pods. Set it to store or delta."
             )
 
     @contextmanager
@@ -99,7 +99,5 @@ def _put(checkpoint: RunCheckpoint, memory: NodeCache) -> CacheEntry:
 
 def _memory() -> NodeCache:
     if not MEMORY.is_dir():
-        raise ConfigError(
-            f"generation.weight_sync is shared-memory, and this machine has no {MEMORY}. Set it to store."
-        )
+        raise ConfigError(f"generation.weight_sync is shared-memory, but this machine lacks {MEMORY}. Set it to store.")
     return NodeCache(private_directory(MEMORY, "roundhouse-weights"), 0)

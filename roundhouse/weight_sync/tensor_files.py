@@ -102,18 +102,18 @@ class TensorFile:
             self.header = bytes(data[: 8 + length])
             entries = json.loads(self.header[8:])
             if not isinstance(entries, dict):
-                raise TypeError("its header is no object")
+                raise TypeError("its header is not an object")
             entries.pop("__metadata__", None)
             for name, entry in entries.items():
                 _refuse_malformed(name, entry)
             self._entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
             end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
         except (OSError, ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
-            raise DataError(f"{path} is no safetensors file: {error}. Point to a complete checkpoint.") from None
+            raise DataError(f"{path} is not a safetensors file: {error}. Point to a complete checkpoint.") from None
         self._body = data[8 + length :]
         if end != len(self._body):
             raise DataError(
-                f"{path} is cut short or has more than its header says: {len(self._body)} bytes of tensors, the header "
+                f"{path} is truncated or longer than its header allows: {len(self._body)} bytes of tensors, the header "
                 f"names {end}. Point to a complete checkpoint."
             )
 
@@ -166,7 +166,7 @@ def weight_files(directory: Path, stem: str = "model") -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if other := [name for name in names if not isinstance(name, str)]:
-            raise ValueError(f"{other[0]!r} is no file's name")
+            raise ValueError(f"{other[0]!r} is not a file name")
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(f"{index} has no readable weight_map: {error!r}. Save or copy the model again.") from None
     if outside := [name for name in names if Path(name).name != name]:

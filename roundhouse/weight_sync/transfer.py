@@ -303,7 +303,7 @@ class Sender:
 
             if not torch.cuda.is_available():
                 raise ConfigError(
-                    "generation.transfer_backend is nccl, which sends from a GPU, and the process that sends has none. "
+                    "generation.transfer_backend is nccl, which sends from a GPU, but the sending process has none. "
                     "Set it to gloo."
                 )
         self.sent = 0

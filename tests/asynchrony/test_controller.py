@@ -308,7 +308,7 @@ def test_a_state_of_another_schema_is_refused():
     state = json.loads(snapshot(Controller(terms("sync"), "a")).model_dump_json())
     with pytest.raises(DataError, match="Replay its journal"):
         state_from_json(json.dumps(state | {"schema_version": 2}))
-    with pytest.raises(DataError, match="is no event"):
+    with pytest.raises(DataError, match="is not an event"):
         event_from_json('{"event": "Nothing"}')
 
 

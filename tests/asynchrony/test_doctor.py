@@ -281,7 +281,7 @@ def test_the_command_tells_symptoms_of_a_run_whose_times_it_cannot_judge(tmp_pat
     shown = CliRunner().invoke(app, ["doctor", "r", "--store", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert "every reward is 0" in shown.stdout
-    assert "nothing to draw durations from" in shown.stdout
+    assert "no reported iteration with durations" in shown.stdout
 
 
 def test_a_run_prints_its_symptoms_itself_and_a_sound_one_prints_nothing(

@@ -102,7 +102,7 @@ def test_a_finished_run_is_not_begun_again(runs: dict[str, Run], place: Place) -
         ({"rollout": {"epochs": 2}, "offline": {"datasets": ["d"]}}, r"offline\.epochs"),
         (
             {"rollout": {"epochs": 2}, "environment": {"kind": "mixture", "environments": {"a": {"kind": "sort"}}}},
-            r"rollout\.epochs is 2, but the tasks of the mixture are drawn by weight",
+            r"rollout\.epochs is 2, but a mixture draws its tasks by weight",
         ),
         (
             {
@@ -111,7 +111,7 @@ def test_a_finished_run_is_not_begun_again(runs: dict[str, Run], place: Place) -
             },
             r"rollout\.drop_last is True",
         ),
-        ({"rollout": {"shuffle": False, "dynamic_sampling": {}}}, "further rounds in orders of their own"),
+        ({"rollout": {"shuffle": False, "dynamic_sampling": {}}}, "draws each round in another order"),
     ],
 )
 def test_an_end_that_cannot_come_is_refused(keys: dict[str, Any], told: str) -> None:

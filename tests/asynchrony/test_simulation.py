@@ -157,4 +157,4 @@ def test_the_command_compares_and_writes_json(tmp_path):
     assert sum(rows[1]["ages"].values()) == pytest.approx(1)
     table = CliRunner().invoke(app, ["simulate", *options[:-1]])
     assert table.exit_code == 0
-    assert "share of rollouts" in table.stdout
+    assert "age of the trained rollouts" in table.stdout

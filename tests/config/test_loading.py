@@ -165,7 +165,7 @@ def test_a_missing_file_lists_what_there_is() -> None:
 
 def test_a_directory_is_refused_with_the_configurations_in_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").touch()
-    with pytest.raises(ConfigError, match=rf"There are: {re.escape(str(tmp_path))}/run\.yaml"):
+    with pytest.raises(ConfigError, match=rf"Available: {re.escape(str(tmp_path))}/run\.yaml"):
         load_config(tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_differences_name_the_keys_that_changed() -> None:
         ({"run_id": "my run"}, "run_id: must be small letters, digits, '.', '_' and '-', beginning"),
         (
             {"run_id": "a", "environment": {"kind": "calculater"}},
-            "environment.kind: 'calculater' is unknown. Did you mean 'calculator'? There are: calc",
+            "environment.kind: 'calculater' is unknown. Did you mean 'calculator'? Available: calc",
         ),
         (
             {"run_id": "a", "train": {"algorithm": {"kind": "grpoo"}}},
@@ -197,7 +197,7 @@ def test_differences_name_the_keys_that_changed() -> None:
         ),
         (
             {"run_id": "a", "policy": {"kind": "?"}},
-            "policy.kind: '?' is unknown. There are: pretrained, bundled, warm_start.",
+            "policy.kind: '?' is unknown. Available: pretrained, bundled, warm_start.",
         ),
     ],
 )
@@ -254,13 +254,13 @@ def test_a_merge_key_may_be_overridden(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("a: " + "[" * 20_000, "line 1 is nested more than 100 levels"),
-        ("a: &x\n  b: *x", r"alias \*x in line 2 stands inside of what it names"),
+        ("a: &x\n  b: *x", r"alias \*x in line 2 is inside of its own anchor"),
         (BOMB, "more than 100000 values"),
         ("a: 2026-02-31", "a value cannot be read"),
         ("a: " + "9" * 6000, "a value cannot be read"),
         ("a: [", "line 1"),
     ],
-    ids=["deep", "self-referring", "alias bomb", "no date", "no number", "no YAML"],
+    ids=["deep", "self-referring", "alias bomb", "no date", "no number", "not YAML"],
 )
 def test_a_text_that_cannot_be_read_within_bounds_is_refused_with_its_line(
     tmp_path: Path, text: str, said: str
@@ -313,8 +313,8 @@ def test_a_store_that_no_run_can_write_to_is_refused_at_load(store: str) -> None
         ({"reasoning_parser_plugin": "/x.py"}, "loads code"),
         ({"logits_processors": ["mine:P"]}, "loads code"),
         ({"kv_transfer_config": {"kv_connector_module_path": "mine"}}, "loads code"),
-        ({"distributed_executor_backend": "mine.Executor"}, "mine.Executor is a name of code"),
-        ({"compilation_config": {"backend": "mine.compile"}}, "mine.compile is a name of code"),
+        ({"distributed_executor_backend": "mine.Executor"}, "mine.Executor names code"),
+        ({"compilation_config": {"backend": "mine.compile"}}, "mine.compile names code"),
         ({"load_format": "pt"}, "pickled ones are never loaded"),
         ({"worker_extension_cls": "mine.Extension"}, "generation.weight_sync"),
         ({"model": "other"}, "policy"),
@@ -461,9 +461,7 @@ def test_matrices_may_be_split_inside_of_machines_that_shard_over_each_other() -
     with pytest.raises(ConfigError, match=r"tensor_parallel is 4, which does not divide train\.service\.processes 6"):
         parse_config(tree | straddling | {"infra": {"ray": {"trainer": {"nodes": 2}}}})
     uneven = {"train": {"service": service | {"tensor_parallel": 1, "context_parallel": 3}}}
-    with pytest.raises(
-        ConfigError, match=r"context_parallel is 3, but .* is 8 on each of 2 machines, which it does not"
-    ):
+    with pytest.raises(ConfigError, match=r"context_parallel is 3, which does not divide .* 8 on each of 2 machines"):
         parse_config(tree | uneven | {"infra": {"ray": {"trainer": {"nodes": 2}}}})
 
 

@@ -239,5 +239,7 @@ def test_a_secret_is_named_and_never_read_into_the_configuration(monkeypatch: py
 
 def test_a_reference_without_a_value_is_named() -> None:
     tree = copy.deepcopy(GUIDE) | {"experiment_name": "${oc.env:NO_SUCH_VARIABLE_OF_MINE}"}
-    with pytest.raises(ConfigError, match=r"experiment_name.*NO_SUCH_VARIABLE_OF_MINE.*Set what it refers to"):
+    with pytest.raises(
+        ConfigError, match=r"experiment_name.*NO_SUCH_VARIABLE_OF_MINE.*Set the value that it refers to"
+    ):
         parse_config(tree)

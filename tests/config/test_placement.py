@@ -15,7 +15,7 @@ from roundhouse.config.placement import placement
     [
         ({}, ["engine:    1 replica, Ray Serve actors on the flow's Ray cluster", "collector: in the flow's process"]),
         ({"generation": {"replicas": 2, "gpus_per_replica": 0.5}}, ["engine:    2 replicas", ", 1 GPU"]),
-        ({"generation": {"engine_url": "http://e:1"}}, ["engine:    a process of its own at http://e:1"]),
+        ({"generation": {"engine_url": "http://e:1"}}, ["engine:    a separate process at http://e:1"]),
         ({"train": {"service": {"kind": "ray", "gpus": 1}}}, ["trainer:   an actor on", ", 1 GPU"]),
         ({"train": {"service": {"kind": "process", "processes": 2}}}, ["trainer:   2 processes a step"]),
         (

@@ -102,7 +102,7 @@ def test_what_is_no_schedule_is_refused_by_name(form: CollectForm) -> None:
         add_schedule(form, "every night")
     with pytest.raises(ConfigError, match="Mars"):
         add_schedule(form, "0 2 * * *", "Mars/Olympus")
-    with pytest.raises(ConfigError, match=r"No schedule collects into 'nothing'. There are: none"):
+    with pytest.raises(ConfigError, match=r"No schedule collects into 'nothing'. Available: none"):
         remove_schedule("nothing")
     with pytest.raises(StoreError, match="no deployment has started one"):
         pause("source")

@@ -150,7 +150,7 @@ def test_on_a_gpu_a_finished_engine_sleeps_without_a_copy_and_wakes_with_its_wei
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones(tokenized, policies):
-    with pytest.raises(ConfigError, match="There are: vllm, transformers"):
+    with pytest.raises(ConfigError, match="Available: vllm, transformers"):
         create_backend(tokenized, str(policies["first"]), "sglang")
 
 

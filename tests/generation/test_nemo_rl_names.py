@@ -141,5 +141,5 @@ async def test_rollouts_come_in_the_order_of_the_examples_with_their_tokens(tmp_
     save_jsonl([result["full_result"] for result in results], file)
     assert load_jsonl(file) == [result["full_result"] for result in results]
     file.write_text('{"a": 1}\n3\n')
-    with pytest.raises(DataError, match="line 2 is no object"):
+    with pytest.raises(DataError, match="line 2 is not a JSON object"):
         load_jsonl(file)

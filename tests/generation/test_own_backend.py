@@ -98,9 +98,9 @@ def test_what_no_backend_can_be_made_of_is_refused(policies: dict[str, Path]) ->
     with pytest.raises(ConfigError, match=r"evaluation\.sets\.cut\.max_new_tokens \(512\) leaves no room"):
         parse_config({"run_id": "r", "evaluation": {"sets": {"cut": {"max_new_tokens": 512}}}})
     for generation, told in (
-        ({"backend": "tgi"}, "module:Class for one of your own"),
+        ({"backend": "tgi"}, "module:Class for your own class"),
         ({"backend": BACKEND, "tool_call_parser": "llama3_json"}, "reads hermes alone"),
-        ({"backend": BACKEND, "engine_args": {"max_num_seqs": 1}}, "an engine of your own has none"),
+        ({"backend": BACKEND, "engine_args": {"max_num_seqs": 1}}, "a custom engine takes none"),
     ):
         with pytest.raises(ConfigError, match=told):
             parse_config({"run_id": "r", "generation": generation})

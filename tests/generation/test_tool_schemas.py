@@ -82,7 +82,7 @@ def test_all_parts_of_an_intersection_are_shown() -> None:
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"properties": {"a": {"$ref": "#/$defs/Gone"}}}, r"refers to #/\$defs/Gone, which it does not hold"),
+        ({"properties": {"a": {"$ref": "#/$defs/Gone"}}}, r"refers to #/\$defs/Gone, which is missing in it"),
         ({"properties": {"a": {"$ref": "https://example.org/a.json"}}}, "refers to https://example.org"),
         (
             {

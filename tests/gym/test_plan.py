@@ -103,7 +103,7 @@ def test_unshuffled_tasks_come_in_the_order_of_the_rows_and_the_last_may_be_drop
     assert drawn(shuffle=False, drop_last=True) == ["t0", "t1", "t2", "t3"] * 2
     dropping = drawn(drop_last=True)
     assert all(len(set(dropping[begin : begin + 4])) == 4 for begin in (0, 4))
-    with pytest.raises(ConfigError, match=r"5 training tasks do not fill one of 6 \(rollout.prompts_per_iteration"):
+    with pytest.raises(ConfigError, match=r"5 training tasks are fewer than 6 \(rollout.prompts_per_iteration"):
         sample_tasks(rows(5), 3, 0, 6, drop_last=True)
 
 

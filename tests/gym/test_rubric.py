@@ -227,7 +227,7 @@ async def test_a_judge_service_of_the_user_is_asked_retried_counted_and_cached(
             {"service": "a:B", "model": "m", "base_url": "http://a/v1"},
             "judge.base_url is set, but judge.service is a:B",
         ),
-        ({"service": "panel", "model": "m"}, "'panel' is no judge service: no plug-in has one"),
+        ({"service": "panel", "model": "m"}, "'panel' is not a judge service: no plug-in has one"),
     ],
 )
 def test_a_judge_service_that_cannot_be_is_refused(judge: dict[str, Any], text: str) -> None:
@@ -525,7 +525,7 @@ def test_rollouts_of_a_program_are_judged_anew_by_a_rubric_alone(judge: JudgeEnd
     with pytest.raises(ConfigError):
         open_for_replay(CONFIG.validate_python(mixture))
     for rubric, problem in (
-        (judge.rubric(own_weight=1), "played by a loop of its own"),
+        (judge.rubric(own_weight=1), "its own loop plays the rollouts"),
         (judge.rubric(judge={}), "base_url is unset"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -63,7 +63,7 @@ def test_a_run_waits_for_the_one_that_has_the_engine_and_goes_on_when_that_has_e
         assert not had.wait(1.5)
         said = [record.getMessage() for record in caplog.records if record.name == "roundhouse.infra.services"]
         assert len(said) == 1, "it says so once"
-        assert f"run first (process {process.pid}) has the engine of" in said[0]
+        assert f"run first (process {process.pid}) uses the engine of" in said[0]
         assert "infra.state" in said[0]
         end(process)
         assert had.wait(30)

@@ -354,7 +354,7 @@ def test_servers_of_a_flow_that_is_under_way_are_left_to_it_and_those_of_one_tha
         old = stand.admin.create(jobs, before.job(1, OWNER))["metadata"]["uid"]
     monkeypatch.undo()  # an evaluation, say, of the same run elsewhere
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
-    with pytest.raises(InfraError, match="belong to Job flow, whose flow is under way"), own_gym(run):
+    with pytest.raises(InfraError, match="belong to Job flow, and its flow is running"), own_gym(run):
         raise AssertionError("nothing may run")
     assert [job["metadata"]["uid"] for job in stand.found("jobs")] == [old]
     condition = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}

@@ -360,7 +360,7 @@ def test_an_api_server_that_is_away_too_long_fails_the_stage_and_leaves_the_job_
     until(lambda: any("1 of 1 pods run" in line for line in stand.said))
     stand.faults.away = True
     stand.faults.cut_streams()
-    with pytest.raises(InfraError, match=r"could not be watched for 1 s .*Job .* goes on; a new attempt finds it"):
+    with pytest.raises(InfraError, match=r"could not be watched for 1 s .*Job .* continues; a new attempt finds it"):
         begun.result()
     stand.faults.away = False
     go.set()
@@ -482,7 +482,7 @@ def test_a_pod_that_failed_without_a_message_is_told_with_the_end_of_its_log(fak
         fake.kubelet.exit(pod, 1)
 
     fake.kubelet.behave = behave
-    with pytest.raises(InfraError, match=r"(?s)exit code 1\. The last it said: line 28\n.*line 39$"):
+    with pytest.raises(InfraError, match=r"(?s)exit code 1\. Last message: line 28\n.*line 39$"):
         fake.run(fake.plan())
 
 
@@ -503,7 +503,7 @@ def test_the_reason_of_a_job_without_pods_is_asked_for(fake: Stand, monkeypatch:
         return code, made
 
     monkeypatch.setattr(ApiState, "create", refused)
-    with pytest.raises(InfraError, match=r"The cluster says: .*quota: gpus"):
+    with pytest.raises(InfraError, match=r"Event of the cluster: .*quota: gpus"):
         fake.run(plan)
 
 

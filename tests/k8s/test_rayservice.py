@@ -179,7 +179,7 @@ def test_an_engine_that_cannot_be_released_is_a_warning_with_the_remedy(
 ) -> None:
     infra = scene.engine(ray_service="gone").infra.model_dump(mode="json") | {"store_claim": "store"}
     release_engine(open_run(parse_config({"run_id": "mine", "store": str(tmp_path), "infra": infra})))
-    assert "There is no RayService gone" in caplog.text
+    assert "RayService gone does not exist" in caplog.text
 
 
 def test_what_kuberay_hands_on_is_what_was_written(scene: Scene) -> None:

@@ -396,7 +396,7 @@ def test_the_doctor_looks_up_the_queue_and_the_priority_that_a_configuration_nam
     with api_server() as (url, state):
         cluster = Cluster(ApiClient(Configuration(host=url)))
         [finding] = checks.queue(cluster, infra)
-        assert "the cluster has no Kueue" in finding.detail
+        assert "Kueue is not installed" in finding.detail
         state.groups["kueue.x-k8s.io"] = "v1beta2"
         condition = {
             "type": "Active",

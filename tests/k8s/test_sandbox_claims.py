@@ -179,7 +179,7 @@ def nothing(state: ApiState, controller: Controller) -> None:
 @pytest.mark.parametrize(
     ("lacking", "keys", "message"),
     [
-        (without_controller, {"start_seconds": 7}, r"warm pool shells gave no sandbox within 7 s"),
+        (without_controller, {"start_seconds": 7}, r"warm pool shells returned no sandbox within 7 s"),
         (without_resources, {}, r"refuses to create a SandboxClaim in namespace play \(404\).*Install agent-sandbox"),
         (
             without_gvisor,

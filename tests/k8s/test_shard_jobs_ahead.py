@@ -84,7 +84,7 @@ def test_jobs_run_ahead_a_preempted_pod_costs_its_shard_and_a_stopped_lane_leave
 
     events = check_journal(run)
     evicted = Counter(event.reason for event in events if isinstance(event, happened.RolloutEvicted))
-    assert evicted == {"its worker was lost": len(second_half), "its stage was given up": len(first_half)}
+    assert evicted == {"its worker was lost": len(second_half), "its stage was cancelled": len(first_half)}
     finished = [event for event in events if isinstance(event, happened.RolloutFinished)]
     assert len(finished) == TASKS * GROUP + len(second_half)
     versions = {

@@ -144,7 +144,7 @@ def test_a_step_is_started_by_the_launcher_that_is_named(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("service", "said"),
     [
-        ({"launcher": "slurm"}, "'slurm' is no launcher. Set it to subprocess, ray, kubernetes, or module:Class"),
+        ({"launcher": "slurm"}, "'slurm' is not a launcher. Set it to subprocess, ray, kubernetes, or module:Class"),
         ({"launcher": "kubernetes"}, "train.service.launcher is kubernetes, but infra.kind is local"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_launcher_that_cannot_work_is_refused_at_load(service: dict[str, str],
     with pytest.raises(ConfigError, match=said):
         parse_config(tree)
     tree = {"run_id": "r", "store": str(tmp_path), "rollout": {"distribution": {"kind": "process", **service}}}
-    with pytest.raises(ConfigError, match=r"is no launcher|rollout.distribution.launcher is kubernetes"):
+    with pytest.raises(ConfigError, match=r"is not a launcher|rollout.distribution.launcher is kubernetes"):
         parse_config(tree)
 
 

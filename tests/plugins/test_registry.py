@@ -144,7 +144,7 @@ def test_a_built_in_name_that_a_package_declares_is_refused_with_the_package(sit
     [
         ({"environment.x": "rh_odd:NUMBER"}, "is a int, not a roundhouse.plugins.Plugin"),
         ({"environment.x": "rh_odd:KINDLESS"}, "has no key `kind: Literal['x']`"),
-        ({"judgement.x": "rh_odd:KINDLESS"}, "there is no role 'judgement'"),
+        ({"judgement.x": "rh_odd:KINDLESS"}, "unknown role 'judgement'"),
     ],
 )
 def test_a_wrong_declaration_is_listed_with_its_problem(names: dict[str, str], problem: str, site: Path) -> None:

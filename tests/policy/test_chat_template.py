@@ -39,7 +39,7 @@ def test_a_template_that_ignores_tools_is_refused_only_where_tasks_have_some() -
 @pytest.mark.parametrize(
     ("template", "tools", "what"),
     [
-        ("{{ messages[0]['content'] }}", [], "leaves out what the user or the assistant says"),
+        ("{{ messages[0]['content'] }}", [], "omits messages of the user or the assistant"),
         ("{{ raise_exception('only one turn') }}", [], "refuses the roles user, assistant: only one turn"),
         (
             "{% for m in messages if m.role != 'tool' %}{{ m.content ~ tools }}{% endfor %}",

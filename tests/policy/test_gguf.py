@@ -138,7 +138,7 @@ def test_a_template_by_configuration_takes_the_place_of_the_models_own(
     with pytest.raises(ConfigError, match=r"ignores tools.*policy\.chat_template: hermes"):
         preflight.refuse_unready(parse_config(tree))
     tree["policy"]["chat_template"] = str(tmp_path / "none.jinja")
-    with pytest.raises(ConfigError, match=r"none\.jinja, which is no file"):
+    with pytest.raises(ConfigError, match=r"none\.jinja, which is not a file"):
         preflight.refuse_unready(parse_config(tree))
     own = tmp_path / "own.jinja"
     own.write_text(CHAT_TEMPLATE + "\n{#- ours -#}\n")

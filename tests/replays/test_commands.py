@@ -72,7 +72,7 @@ def test_the_drift_gate_ends_the_command_with_the_iteration(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--iterations", "x"), "no span of iterations"),
+        (("--iterations", "x"), "not a span of iterations"),
         (("--iterations", "1", "--gate", "kl=1"), "--gate kl=1: give min_effective_tokens"),
         (("--iterations", "1", "--input", "rollouts"), "--input takes name=value"),
         (("--iterations", "1", "--input", "sequences=1"), "rollouts can be substituted"),

@@ -144,7 +144,7 @@ def test_what_cannot_be_judged_is_refused_before_anything_is_written(recorded: t
         rescore(run.config.store, run.run_id, "x", iterations=range(1, 4))
     with pytest.raises(ConfigError, match=r"nothing but the environment judges"):
         rescore(run.config.store, run.run_id, "x", overrides=["train.optimizer.learning_rate=1"])
-    with pytest.raises(ConfigError, match="played by a loop of its own"):
+    with pytest.raises(ConfigError, match="its own loop plays the rollouts"):
         rescore(
             run.config.store,
             run.run_id,

@@ -99,7 +99,7 @@ def test_what_is_not_there_is_told(store: str) -> None:
         trained_on(store, "none", 1)
     with pytest.raises(QueryError, match='No iteration collected the row "it\'s"'):
         row_history(store, "it's")
-    with pytest.raises(QueryError, match=r"There are: .*reward/mean"):
+    with pytest.raises(QueryError, match=r"Available: .*reward/mean"):
         compare_runs(store, "base", "other", ["reward/meen"])
 
 
@@ -120,7 +120,7 @@ def test_the_commands_tell_people_and_programs(store: str) -> None:
 
     assert json.loads(said("lineage", "wide", "4", "--json"))["segments"][1]["run_id"] == "base"
     assert "sum/0" in said("lineage", "base", "3")
-    assert "no iteration stands behind it" in said("lineage", "base", "0")
+    assert "no iteration made it" in said("lineage", "base", "0")
     assert json.loads(said("lineage", "--row", "sum/1", "--json"))["row"] == "sum/1"
     assert "versions 1 to 3" in said("lineage", "--row", "sum/1")
     assert json.loads(said("compare", "base", "other", "--json"))["curves"]

@@ -369,7 +369,7 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
                 "validation": {"min_group_size": 1},
                 "train": {"algorithm": {"kind": "ppo"}, "minibatches": 1},
             },
-            "rollout.group_size is 1, and it takes rollouts of groups whose rewards differ",
+            "rollout.group_size is 1, and branching needs groups with different rewards",
         ),
         (
             {"validation": {"min_group_size": 5}},
@@ -377,7 +377,7 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
         ),
         (
             {"asynchrony": {"mode": "batch-async", "staleness": 1}},
-            "asynchrony.staleness is 1: what overlaps training is planned.*Set asynchrony.staleness to 0",
+            "asynchrony.staleness is 1: overlapped work is planned.*Set asynchrony.staleness to 0",
         ),
         (
             {

@@ -177,9 +177,9 @@ def test_a_run_begins_from_the_taught_policy_by_its_configuration(base: Run, tmp
     ("row", "cause"),
     [
         ("{", "unexpected end of data"),
-        ({"text": "hello"}, 'it has no "messages"'),
+        ({"text": "hello"}, '"messages" is missing'),
         ({"messages": [USER]}, "no message has the role assistant"),
-        ({"messages": [ASSISTANT, USER]}, "begins with the assistant"),
+        ({"messages": [ASSISTANT, USER]}, "begins with an assistant message"),
         ({"messages": [USER, ASSISTANT | {"role": "robot"}, ASSISTANT]}, "a message has a role among"),
         ({"messages": [USER, {"role": "tool", "content": "12"}, ASSISTANT]}, "a tool's output follows no call"),
         ({"messages": [USER, ASSISTANT], "tools": "calculator"}, "tools"),
@@ -224,11 +224,11 @@ def test_a_template_that_drops_tools_is_refused_at_the_first_row_that_has_some(b
 @pytest.mark.parametrize(
     ("method", "keys", "said"),
     [
-        ("grpo", [], r"train\.algorithm\.kind is grpo.*written and not sampled.*--method sft"),
+        ("grpo", [], r"train\.algorithm\.kind is grpo.*written, not sampled.*--method sft"),
         (
             "sft",
             ["train.algorithm.kl_coefficient=0.1", "train.algorithm.kl_importance_weighting=true"],
-            r"train\.algorithm\.kl_coefficient is 0\.1.*written and not sampled.*Set it to 0",
+            r"train\.algorithm\.kl_coefficient is 0\.1.*written, not sampled.*Set it to 0",
         ),
     ],
 )

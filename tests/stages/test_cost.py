@@ -133,8 +133,8 @@ def test_a_raise_that_raises_nothing_is_refused_with_what_there_is(tmp_path):
     run = open_run(config(store=str(tmp_path), cost={"budget": {"money": 5}}))
     with pytest.raises(ConfigError, match="money=5 does not raise the limit of 5"):
         raise_budget(run, {"money": 5})
-    with pytest.raises(ConfigError, match=r"money=inf is no limit\. Give a finite one"):
+    with pytest.raises(ConfigError, match=r"money=inf is not a limit\. Give a finite number"):
         raise_budget(run, {"money": math.inf})
-    with pytest.raises(ConfigError, match="moneyy is no limit; those are wall_hours"):
+    with pytest.raises(ConfigError, match=r"moneyy is unknown\. Limits: wall_hours"):
         raise_budget(run, {"moneyy": 7})
     assert raises(run) == []

@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         r"cannot be made: KeyError\('id'\) at .*/world.py, line 8: `def tasks.*row\['id'\]",
     ),
-    "no_training_task": ("def tasks(self, split): return []", {}, "has no training task to sample"),
+    "no_training_task": ("def tasks(self, split): return []", {}, "has no training task"),
     "a_task_that_is_a_text": (
         "def tasks(self, split): return ['What?']",
         {},
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a_sink_without_run": (
         "",
         {"tracking": {"sinks": [f"{__name__}:Sink"]}},
-        r"is not made with the run: .*__init__\(self, run\)",
+        r"cannot be created: .*__init__\(self, run\)",
     ),
     "a_sink_without_its_package": (
         "",

@@ -95,7 +95,7 @@ def test_a_function_that_cannot_be_a_stage_is_refused_before_a_run(
 @pytest.mark.parametrize(
     ("stages", "text"),
     [
-        ({"after_validate": ["size"]}, "'size' is no stage: no plug-in has one. Name a function as module:function"),
+        ({"after_validate": ["size"]}, "'size' is not a stage: no plug-in has one. Name a function as module:function"),
         ({"after_validate": ["a:b/c"]}, "ends with 'b/c', which names no stage"),
         ({"after_validate": ["a:f"], "after_checkpoint": ["b:f"]}, "several functions with the name f"),
     ],

@@ -263,7 +263,7 @@ def test_a_dataset_that_a_run_trains_from_outlives_retention(world: Any) -> None
     ("keys", "kind", "said"),
     [
         ({"datasets": ["nothing"]}, StoreError, "datasets there: "),
-        ({"datasets": ["night@v9"]}, StoreError, "complete versions of it: v000000-i000001"),
+        ({"datasets": ["night@v9"]}, StoreError, "complete versions: v000000-i000001"),
         ({"datasets": ["night@all"], "temperature": 0.5}, ConfigError, "generation.sampling.temperature"),
         ({"datasets": ["/tmp/nowhere/at/all"]}, ConfigError, "no complete collection"),
     ],

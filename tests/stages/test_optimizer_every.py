@@ -109,9 +109,7 @@ def test_iterations_are_trained_again_with_the_settings_of_memory_that_they_had(
     stage.release_trainer()
     less = run.config.train.model_copy(update={"tokens_per_microbatch": 16})
     other = dataclasses.replace(run, config=run.config.model_copy(update={"train": less}))
-    with pytest.raises(
-        ConfigError, match=r"iteration 4, .* was trained with train\.tokens_per_microbatch=4096\. Set this"
-    ):
+    with pytest.raises(ConfigError, match=r"iteration 4, .* used train\.tokens_per_microbatch=4096\. Set this"):
         train(other, 6)
 
 

@@ -192,6 +192,6 @@ def test_a_path_that_is_another_directory_on_the_server_is_noticed(
 
         (tmp_path / "there").mkdir()
         monkeypatch.setattr(service.channel, "change", elsewhere)
-        with pytest.raises(ConfigError, match=r"here/a0001-\w+, which is not here: .* Set store to s3://"):
+        with pytest.raises(ConfigError, match=r"here/a0001-\w+, which does not exist here: .* Set store to s3://"):
             service.store_checkpoint(Location(str(tmp_path / "here")), "0001", None)
         service.close()

@@ -189,7 +189,7 @@ def test_a_trainer_that_cannot_end_its_transfer_is_kept_no_longer(
     engine, end = trainer.engine, Sender.end
     engine.begin_transfer(offer_to(["a"], 1.0), engine.weights_digest()[0])
     monkeypatch.setattr(Sender, "end", lambda sender, patience: end(sender, patience) and False)
-    with pytest.raises(InfraError, match="A replica keeps the trainer"):
+    with pytest.raises(InfraError, match="A replica did not receive"):
         stage.release_trainer()
     assert not stage._resident
     with pytest.raises(DataError, match="No policy was loaded"):
@@ -197,7 +197,7 @@ def test_a_trainer_that_cannot_end_its_transfer_is_kept_no_longer(
 
 
 def test_a_reference_that_there_is_not_cannot_be_renewed() -> None:
-    with pytest.raises(ConfigError, match=r"reference_every is 2, but there is no reference"):
+    with pytest.raises(ConfigError, match=r"reference_every is 2, but the run has no reference"):
         parse_config({"run_id": "r", "train": {"algorithm": {"reference_every": 2}}})
     both = {"train": {"algorithm": {"reference_every": 2, "kl_coefficient": 0.1}}, "checkpoint": {"optimizer_every": 3}}
     with pytest.raises(ConfigError, match=r"reference_every is 2, but checkpoint\.optimizer_every is 3"):
@@ -368,7 +368,7 @@ def test_the_errors_of_a_step_are_told_by_exit_code_and_error_file(tmp_path: Pat
         error = read_error(report)
         assert type(error) is kind
         assert message in str(error)
-    with pytest.raises(InfraError, match="no whole report"):
+    with pytest.raises(InfraError, match="no complete report"):
         one_shot.read_result(report)
     assert one_shot.main(["--spec", str(tmp_path / "nowhere.json")]) == 78
 

@@ -366,7 +366,7 @@ def test_weights_are_fetched_by_their_manifest_and_not_by_the_listing(
     fetched, _ = fetch_checkpoint(reference.uri, NodeCache(tmp_path, 10**9))
     assert {"model-00001.safetensors", "model-00002.safetensors", "config.json"} <= {p.name for p in fetched.iterdir()}
     run.checkpoint(0).location.write("model-00002.safetensors", b"another's")
-    with pytest.raises(DataError, match=r"model-00002\.safetensors is not what its manifest says"):
+    with pytest.raises(DataError, match=r"model-00002\.safetensors differs from its manifest"):
         fetch_checkpoint(reference.uri, NodeCache(tmp_path / "elsewhere", 10**9))
 
 
@@ -423,7 +423,7 @@ def test_a_bucket_that_is_not_there_is_called_a_missing_bucket(s3_server: str) -
     place = Location("s3://rh-nowhere/store/runs/base")
     for act in (lambda: place.create("run.json", b"{}"), lambda: place.read("run.json")):
         with pytest.raises(
-            NoBucket, match=rf"there is no bucket 'rh-nowhere' at {s3_server}\. Create it, or correct `store`"
+            NoBucket, match=rf"bucket 'rh-nowhere' does not exist at {s3_server}\. Create it, or correct `store`"
         ):
             act()
 

@@ -47,13 +47,13 @@ def test_the_digest_covers_the_whole_identity(store_uri: str, key: str) -> None:
     identity = json.loads(run.location.read("run.json"))
     identity[key] = 7.0 if key == "created_at" else "other"
     run.location.write("run.json", json.dumps(identity).encode())
-    with pytest.raises(StoreError, match="somebody has edited it"):
+    with pytest.raises(StoreError, match="the file was edited"):
         load_run(store_uri, "r")
 
 
 ODD = {
     "deep": b"[" * 100_000,
-    "no object": b"[]",
+    "not an object": b"[]",
     "no time": {"created_at": "x"},
     "no number": {"created_at": float("nan")},
     "no parent": {"parent": "base"},

@@ -169,7 +169,7 @@ def test_a_suspended_driver_is_followed_and_stops_when_it_wakes(store_uri: str) 
     second = taken(run, waited_for(run), 2.0)
     assert second.fence.token == 2
     for act in (first.renew, first.check, first.fence.check, first.refuse_lost):
-        with pytest.raises(LeaseLost, match=r"Another process drives .* now: process .* publishes nothing more"):
+        with pytest.raises(LeaseLost, match=r"Another process drives .* now: process .* writes nothing more"):
             act()
     second.renew()
     first.release()

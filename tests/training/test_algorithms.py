@@ -375,8 +375,8 @@ def test_groups_of_one_are_counted() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip .3.0. bounds the clipped loss.*Unset dual_clip"),
-    ({"kind": "cispo", "importance_ratio": "sequence"}, "no meaning with policy_loss cispo"),
-    ({"kind": "cispo", "importance_ratio": "on_policy"}, "no meaning with policy_loss cispo"),
+    ({"kind": "cispo", "importance_ratio": "sequence"}, "no effect with policy_loss cispo"),
+    ({"kind": "cispo", "importance_ratio": "on_policy"}, "no effect with policy_loss cispo"),
     ({"kind": "cispo", "loss_aggregation": "sequence"}, "Set loss_aggregation to token"),
     ({"kind": "cispo", "policy_loss": "reinforce"}, "cispo"),
     ({"kind": "gspo", "loss_aggregation": "token"}, "sequence"),

@@ -197,7 +197,7 @@ def test_adapters_of_fused_experts_are_refused_with_what_can_be_adapted(tmp_path
     """They once failed as weights that do not fit config.json."""
     model = make_model(tmp_path, experts=4)
     with pytest.raises(
-        ConfigError, match=r"'up_proj'.* fuses over its experts.* Set it to those of attention, such as \[q_"
+        ConfigError, match=r"'up_proj'.* fuses over its experts.* Name matrices of attention, such as \[q_"
     ):
         Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig()}))
     Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))}))

@@ -199,7 +199,7 @@ def test_a_function_by_name_takes_the_place_of_the_policy_loss(correction: str) 
 def test_a_policy_loss_that_is_not_there_is_refused_when_the_algorithm_is_made() -> None:
     config = GRPOConfig(policy_loss=f"{__name__}:absent")
     with pytest.raises(
-        ConfigError, match=r"train.algorithm.policy_loss is .*has no function absent. There are: .*own_loss"
+        ConfigError, match=r"train.algorithm.policy_loss is .*has no function absent. Available: .*own_loss"
     ):
         build_algorithm(config)
 

@@ -133,7 +133,7 @@ def test_ranks_that_share_a_microbatch_hold_their_part_of_its_activations_and_lo
         assert shared.bytes[kind] == whole.bytes[kind]
     with pytest.raises(
         ConfigError,
-        match="context_parallel is 4, tensor_parallel 1 and data_parallel_replicate 1, whose product does not divide 6 ranks",
+        match="data_parallel_replicate 1, and their product does not divide 6 ranks",
     ):
         plan(6, service=service)
     ranks = TrainConfig.model_validate({"service": service | {"context_parallel": 1}})
@@ -202,7 +202,7 @@ def test_ranks_with_different_experts_gather_their_own_alone() -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "ranks", "told"),
     [
-        (Qwen3Config, {}, 4, "expert_parallel is 4, but Qwen3ForCausalLM has none to spread .* Set it to 1"),
+        (Qwen3Config, {}, 4, "expert_parallel is 4, but Qwen3ForCausalLM has no matrix to split .* Set it to 1"),
         (
             Qwen3MoeConfig,
             {"num_experts": 6},

@@ -190,10 +190,10 @@ def test_ranks_beneath_an_actor_write_what_resident_ranks_write(
         (("--processes", "16", "--tensor-parallel", "8"), "heads"),
         (
             ("--processes", "2", "--expert-parallel", "2"),
-            "expert_parallel is 2, but Qwen3ForCausalLM has none to spread",
+            "expert_parallel is 2, but Qwen3ForCausalLM has no matrix to split",
         ),
         (("--device", "tpu"), "No train server can run so.*'auto', 'cpu' or 'cuda'"),
-        (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached by others"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines"),
     ],
 )
 def test_a_server_that_cannot_run_is_refused(

@@ -52,10 +52,10 @@ def test_files_outside_of_the_page_are_not_served(url: str, name: str) -> None:
     [
         ("run=none", "Runs there: a, b, wide"),
         ("run=..%2fa", "Runs there"),
-        ("run=a&iteration=9", "there are: 1 to 3"),
+        ("run=a&iteration=9", "available: 1 to 3"),
         ("run=a&iteration=x", "neither a number"),
         ("run=a&stage=train", "collect or evaluate"),
-        ("run=a&iteration=1&sort=reward;drop", "There are: iteration"),
+        ("run=a&iteration=1&sort=reward;drop", "Available: iteration"),
         ("run=a&iteration=1&reward_min=low", "not a number"),
         ("run=a&iteration=1&limit=-1", "out of range"),
     ],
@@ -198,5 +198,5 @@ def test_a_collapsed_group_is_one_whose_advantages_are_all_zero(learning: str, k
 
 
 def test_an_unknown_choice_of_learning_is_refused_with_the_choices() -> None:
-    with pytest.raises(ViewError, match=r"learning='moved' is none of trained, collapsed, refused"):
+    with pytest.raises(ViewError, match=r"learning='moved' is unknown. Known: trained, collapsed, refused"):
         Filters.of({"learning": "moved"})

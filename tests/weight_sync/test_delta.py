@@ -170,7 +170,7 @@ def test_a_file_that_is_cut_short_is_no_checkpoint(versions, tmp_path):
 def test_what_is_no_safetensors_file_is_said_to_be_none(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"no safetensors file.*complete checkpoint"):
+    with pytest.raises(DataError, match=r"not a safetensors file.*complete checkpoint"):
         TensorFile(path)
 
 

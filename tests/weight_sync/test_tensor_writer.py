@@ -160,7 +160,7 @@ HEADERS = {
     "a text as offset": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}}',
     "backward offsets": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}',
     "three offsets": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
-    "no object": '{"a": [1]}',
+    "not an object": '{"a": [1]}',
     "deep": "[" * 100_000,
 }
 
@@ -168,7 +168,7 @@ HEADERS = {
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_header_of_another_form_is_no_safetensors_file(tmp_path: Path, header: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4))
-    with pytest.raises(DataError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(DataError, match=r"model\.safetensors is not a safetensors file"):
         list(TensorFile(tmp_path / "model.safetensors").tensors())
 
 

@@ -125,8 +125,8 @@ class ControllerJournal:
 
     def _other_controller(self, number: int) -> StoreError:
         return StoreError(
-            f"{self.place.uri}/{_segment(number)} was written by another controller of this run. Let one of the two go on; "
-            "start this one again when the other has ended."
+            f"{self.place.uri}/{_segment(number)} was written by another controller of this run. Wait until the other has "
+            "ended, then start this one again."
         )
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:

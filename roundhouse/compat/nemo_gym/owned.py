@@ -181,7 +181,7 @@ class _Running:
         try:
             async with self._servers as servers:
                 if not await servers.start_unless(self._stop):
-                    raise InfraError("The servers were told to end while they were starting.")
+                    raise InfraError("The servers were stopped while they were starting.")
                 self._started.set()
                 await servers.until(self._stop)
         except (InfraError, ConfigError, OSError) as error:

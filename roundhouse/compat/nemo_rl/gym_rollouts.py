@@ -83,7 +83,7 @@ def load_jsonl(path: str | Path) -> list[Row]:
     """Return the objects of a file.
 
     Raises:
-        DataError: names the line that is no object.
+        DataError: names the line that is not a JSON object.
     """
     with open(path, "rb") as file:
         rows = [
@@ -91,5 +91,5 @@ def load_jsonl(path: str | Path) -> list[Row]:
         ]
     for number, row in rows:
         if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number} is no object.")
+            raise DataError(f"{path}, line {number} is not a JSON object.")
     return [row for _, row in rows]

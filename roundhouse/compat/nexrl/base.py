@@ -425,7 +425,7 @@ class BaseRolloutWorker(NexRLModule):
         for name in QUERY_FIELDS:
             if item.get(name):
                 return str(item[name])
-        raise KeyError(f"the item has none of {', '.join(QUERY_FIELDS)}: override format_task_query")
+        raise KeyError(f"the item lacks {', '.join(QUERY_FIELDS)}: override format_task_query")
 
     def get_train_loss_mask(self, infos: list[dict[str, Any]]) -> list[bool]:
         """Return for each model call (`LlmClient.infos`) whether it is trained on. A masked call stays in later

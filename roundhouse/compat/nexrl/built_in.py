@@ -210,7 +210,7 @@ def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
             )
         version = tokens.get("policy_version", llm.policy_version)
         if version is None:
-            raise WorkerFailed("The policy version that answered is unknown: the trace does not tell it.")
+            raise WorkerFailed("The policy version is unknown: the trace does not name it.")
         message = outputs.get("message") or {"role": "assistant", "content": ""}
         finish, drawn_by = outputs.get("finish_reason") or "stop", tokens.get("version_spans")
         llm.record(

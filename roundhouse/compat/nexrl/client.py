@@ -145,7 +145,7 @@ class WorkerAgent:
         """From the item to the outcome."""
         rollout = attempt.rollout
         if not isinstance(rollout.task.get("item"), dict):
-            raise BadTaskRow("The task row has no `item`, which is what workers play.")
+            raise BadTaskRow("The task row has no `item` for the worker to play.")
         task = {**rollout.task["item"], "group_id": rollout.group_id, "run_id": rollout.sample}
         llm = LlmClient(attempt, self._max_retries)
         if self._hosted is not None:
@@ -477,7 +477,7 @@ def named_items(rows: Sequence[Any], key: str, uri: str) -> list[Item]:
         ConfigError: rows are missing, one is not an object, or a `task_id` is empty or repeated.
     """
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{key} is {uri!r}, which holds no rows, or rows that are no objects.")
+        raise ConfigError(f"{key} is {uri!r}, which holds no rows, or rows that are not objects.")
     names = [f"row {number}" for number in range(1, len(rows) + 1)]
     named = identified_rows(rows, names, str, f"{key} is {uri!r}")
     return [{"group_id": row["task_id"], **row} for row in named]

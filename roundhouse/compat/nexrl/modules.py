@@ -39,9 +39,7 @@ def read_section(config: Mapping[str, Any], known: Mapping[str, Any], owner: str
         ConfigError: names every key that the component does not have.
     """
     if unknown := [str(key) for key in config if key not in known and key != "type"]:
-        raise ConfigError(
-            f"{owner} has no {', '.join(unknown)}. Its keys are {', '.join(known)}: leave the others out."
-        )
+        raise ConfigError(f"{owner} has no {', '.join(unknown)}. Its keys: {', '.join(known)}. Remove the others.")
     return {**known, **{str(key): value for key, value in config.items() if key != "type" and value is not None}}
 
 
@@ -145,7 +143,7 @@ class ActivityTracker(_Tracking):
         """
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
-                f"ActivityTracker: config is {config!r}, which is no mapping. Give NexRL's configuration, and the number of "
+                f"ActivityTracker: config is {config!r}, which is not a mapping. Give NexRL's configuration, and the number of "
                 "errors as max_errors."
             )
         names = config or {}

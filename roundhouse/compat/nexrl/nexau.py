@@ -314,7 +314,7 @@ def _validated(kind: type[FilePart], tree: Any, path: Path) -> FilePart:
         unknown = [".".join(map(str, each["loc"])) for each in wrong if each["type"] == "extra_forbidden"]
         if unknown:
             raise ConfigError(
-                f"{path} has {', '.join(unknown)}, which is not played here. Leave it out, or run the agent with NexAU in a "
+                f"{path} has {', '.join(unknown)}, which is not supported here. Remove it, or run the agent with NexAU in a "
                 "subclass of TraceRolloutWorker."
             ) from error
         told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)

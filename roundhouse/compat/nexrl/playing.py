@@ -91,7 +91,7 @@ async def play_worker(
     if worker.put_back:
         final = StepResult.RE_ROLLOUT
     if final is None:
-        raise NoTrajectory(f"{name} returned None: it failed before there was a trajectory.")
+        raise NoTrajectory(f"{name} returned None: it failed before it had a trajectory.")
     if final not in list(StepResult):
         raise WorkerFailed(f"{name} returned {final!r}; the results are {', '.join(StepResult)} and None.")
     if final == StepResult.RE_ROLLOUT:

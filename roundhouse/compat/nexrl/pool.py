@@ -79,7 +79,7 @@ class TrajectoryPool(NexRLModule):
                 "whole groups. Set batch_size to a multiple of group_size."
             )
         if rule not in _RULES:
-            raise ConfigError(f"check_batch_ready_function is {rule!r}; there are {', '.join(_RULES)}.")
+            raise ConfigError(f"check_batch_ready_function is {rule!r}. Rules: {', '.join(_RULES)}.")
         self._keys, self._group_size = tuple(key_list), group_size
         self._batch_size, self._rule = batch_size, _RULES[rule]
         self._instances: dict[str, _Instance] = {}
@@ -329,7 +329,7 @@ def read_trajectories(uri: str, model_tag: str = DEFAULT_TAG) -> Iterator[Trajec
     """
     stage = Stage(Location(uri), kind=StageKind.VALIDATE, run_id="", iteration=0)
     if (reference := stage.reference()) is None:
-        raise ConfigError(f"{uri} is no complete validate stage: name such a directory of a run.")
+        raise ConfigError(f"{uri} is not a complete validate stage. Name such a directory of a run.")
     for row in read_table(reference, "sequences").to_pylist():
         group, _, sample = str(row["rollout_id"]).rpartition("/")
         yield {

@@ -137,7 +137,7 @@ class ExecutedSandbox(ABC):
 
     async def run(self, command: str) -> CommandResult:
         if "\0" in command:
-            return CommandResult(2, "sh: a command has no NUL characters\n")
+            return CommandResult(2, "sh: a command cannot contain NUL characters\n")
         execution = await self._one(["sh", "-c", command], b"", self.limits.output_bytes)
         text = execution.output.decode(errors="replace")
         return CommandResult(execution.status, text, execution.timed_out, execution.truncated)
@@ -146,7 +146,7 @@ class ExecutedSandbox(ABC):
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-                raise FilesRefused(f"{name!r} is no path in the working directory")
+                raise FilesRefused(f"{name!r} is not a path in the working directory")
         content, self._empty = archive(files, directories=self._empty), False
         execution = await self._one(["tar", "-xf", "-"], content, self.limits.output_bytes)
         if execution.status or execution.timed_out:
@@ -207,7 +207,7 @@ def new_sandbox(config: SandboxConfig) -> Sandbox:
     if isinstance(sandbox, Sandbox):
         return sandbox
     raise ConfigError(
-        f"environment.sandbox.kind is {config.kind}, whose plug-in makes a {type(sandbox).__name__} without the methods of "
+        f"environment.sandbox.kind is {config.kind}, but its plug-in returns a {type(sandbox).__name__} without the methods of "
         "roundhouse.environments.sandboxes.Sandbox. Correct the plug-in."
     )
 

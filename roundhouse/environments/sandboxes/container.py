@@ -76,7 +76,7 @@ class Container(ExecutedSandbox):
             await self._call(["exec", self._name, "sh", "-c", "kill -9 -1"])
         elif status and (status == 125 or not await self._is_running()):
             raise SandboxKilled(
-                f"The container of a sandbox is gone, or {self._program} failed: {errors or 'it says nothing'} Its lifetime "
+                f"The container of a sandbox has ended, or {self._program} failed: {errors or 'no message'} Its lifetime "
                 f"(environment.sandbox.lifetime_seconds) is {self.limits.lifetime_seconds:g} s."
             )
         return Execution(
@@ -116,7 +116,7 @@ class Container(ExecutedSandbox):
         except TimeoutError as error:
             raise SandboxOverloaded(
                 f"{self._program} {arguments[0]} did not end within {self.limits.command_seconds + GRACE_SECONDS:g} s: lower "
-                "rollout.concurrency, or see what keeps its daemon."
+                "rollout.concurrency, or check its daemon."
             ) from error
         finally:
             if process.returncode is None:
@@ -192,7 +192,7 @@ def find_program(named: str | None) -> str:
         probe = subprocess.run([program, "info"], capture_output=True, text=True, timeout=GRACE_SECONDS)
         if not probe.returncode:
             return program
-        problems.append(f"{program} does not work: {(probe.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+        problems.append(f"{program} does not work: {(probe.stderr.strip().splitlines() or ['no message'])[-1]}")
     raise SandboxUnavailable(
         f"environment.sandbox.kind is container, but {'; '.join(problems)}. Install Docker or Podman for the user of the "
         "collector, or set environment.sandbox.kind to local or kubernetes."

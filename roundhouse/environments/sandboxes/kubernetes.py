@@ -118,7 +118,7 @@ class ClaimedPod(ExecutedSandbox):
                 return str(sandbox["metadata"].get("annotations", {}).get(POD_NAME, name))
             if time.monotonic() > deadline:
                 raise SandboxUnavailable(
-                    f"The warm pool {self._config.warm_pool} gave no sandbox within {self._config.start_seconds:g} s "
+                    f"The warm pool {self._config.warm_pool} returned no sandbox within {self._config.start_seconds:g} s "
                     f"(environment.sandbox.start_seconds): {ready.get('message') or 'its claim has no condition Ready'}. See "
                     f"`kubectl -n {self._namespace} get sandboxwarmpools,sandboxclaims`, and that the controller of "
                     "agent-sandbox runs."

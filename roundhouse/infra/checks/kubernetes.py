@@ -131,7 +131,7 @@ def ray(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
     except ApiRefused as refused:
         if refused.status != 404:
             return [warn("kuberay", f"this account may not look at RayService {name}", "See the finding on rights.")]
-        detail = f"infra.engine.ray_service: there is no {name} in {infra.namespace}"
+        detail = f"infra.engine.ray_service: {name} does not exist in {infra.namespace}"
         return [fail("kuberay", detail, "kubectl apply -k k8s/overlays/gpu, or change the key.")]
     return [engine_state(service, _engine_pods(connection, infra, service), infra.namespace)]
 
@@ -207,7 +207,7 @@ def queue(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         return []
     version = _served_version(connection, KUEUE)
     if version is None:
-        detail = f"infra.queue is {infra.queue}, but the cluster has no Kueue: Jobs would stay suspended for ever"
+        detail = f"infra.queue is {infra.queue}, but Kueue is not installed: Jobs would stay suspended"
         return [fail("queue", detail, "Install Kueue, or unset infra.queue.")]
     group = f"/apis/{KUEUE}/{version}"
     place = f"{group}/namespaces/{infra.namespace}"
@@ -282,7 +282,7 @@ def _look_up(
         item = connection.get(f"{place}/{plural}/{name}")
     except ApiRefused as refused:
         if refused.status == 404:
-            return None, fail(plural, f"{key}: there is no {name}{where}", f"Create it, or change {key}.")
+            return None, fail(plural, f"{key}: {name} does not exist{where}", f"Create it, or change {key}.")
         remedy = f"Look yourself: kubectl get {plural} {name}{option}"
         return None, warn(plural, f"{key}: this account may not look at {name}", remedy)
     return item, ok(plural, f"{key}: {name} is there")

@@ -258,7 +258,7 @@ def variables(environment: dict[str, str] | None = None) -> list[Finding]:
     proxied = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if values.get(name)]
     exempt = (values.get("no_proxy") or values.get("NO_PROXY") or "").split(",")
     if proxied and not {"127.0.0.1", "*"} & set(exempt):
-        remedy = "Add 127.0.0.1,localhost to NO_PROXY; `roundhouse` does so for what it starts itself."
+        remedy = "Add 127.0.0.1,localhost to NO_PROXY; `roundhouse` does so for its own processes."
         findings.append(warn("proxy", f"{proxied[0]} is set and NO_PROXY does not name 127.0.0.1", remedy))
     threads, cores = values.get("OMP_NUM_THREADS", ""), os.cpu_count() or 1
     if threads.isdigit() and int(threads) > cores:
@@ -270,7 +270,7 @@ def variables(environment: dict[str, str] | None = None) -> list[Finding]:
     if values.get("RAY_AUTH_MODE", "token").lower() != "token":
         detail = f"RAY_AUTH_MODE={values['RAY_AUTH_MODE']}: Ray clusters you start by hand obey anybody"
         findings.append(warn("RAY_AUTH_MODE", detail, "Unset it; `roundhouse up` always uses a token."))
-    return findings or [ok("variables", "none that is known to do harm")]
+    return findings or [ok("variables", "no harmful one")]
 
 
 def gpu(devices: Path = Path("/dev")) -> list[Finding]:
@@ -354,7 +354,7 @@ def batch(config: RunConfig) -> list[Finding]:
     if flying > room:
         needed = math.ceil(10 * -(-flying // generation.replicas) * rollout_gib) / 10
         remedy = (
-            f"Set generation.kv_cache_gib to {needed:g}, or rollout.concurrency to {max(room, 1)}: what has no room is "
+            f"Set generation.kv_cache_gib to {needed:g}, or rollout.concurrency to {max(room, 1)}: blocks without room are "
             "computed again later."
         )
         return [warn("batch", said, remedy)]

@@ -153,7 +153,7 @@ class Cluster:
             if time.monotonic() + wait > deadline:
                 raise InfraError(
                     f"The API server {self.host} did not do {method} {path} for {self._patience:g} s "
-                    f"(infra.api_outage_seconds). The last it said: {problem}"
+                    f"(infra.api_outage_seconds). Last message: {problem}"
                 )
             logger.info("%s %s: %s; again in %.1f s", method, path, problem, wait)
             time.sleep(wait)
@@ -231,14 +231,14 @@ def explained(refused: ApiRefused, doing: str) -> ConfigError | InfraError:
     """A refusal as the error that a person gets."""
     if refused.status == 401:
         return ConfigError(
-            f"The API server does not know who asks to {doing}: {refused.message}. Renew the kubeconfig or token."
+            f"The API server rejects the credentials for: {doing}: {refused.message}. Renew the kubeconfig or token."
         )
     if refused.status == 403 and "exceeded quota" in refused.message:
         return InfraError(f"The namespace's quota does not allow to {doing} now: {refused.message}")
     if refused.status == 403:
         return ConfigError(
             f"Not allowed to {doing}: {refused.message}. Grant it to the flow's service account (k8s/base/rbac.yaml); "
-            "`roundhouse doctor --kubernetes` lists what is missing."
+            "`roundhouse doctor --kubernetes` lists the missing rights."
         )
     if refused.status == 404:
         return ConfigError(f"Cannot {doing}: {refused.message}. Does infra.namespace exist (k8s/base)?")

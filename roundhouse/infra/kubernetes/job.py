@@ -99,7 +99,7 @@ class RunJobs:
         try:
             return self._wait(plan, number, job, say, told, stopped)
         except _ServerAway as away:
-            raise InfraError(f"{away} Job {name} goes on; a new attempt finds it.") from away
+            raise InfraError(f"{away} Job {name} continues; a new attempt finds it.") from away
         except _Over as over:
             raise over.error from None
         except BaseException:
@@ -128,7 +128,7 @@ class RunJobs:
             if annotations.items() <= has.items() and has.get(f"{LABEL}digest") not in wanted and is_under_way(job):
                 others.append((job["metadata"]["name"], job["metadata"]["uid"]))
         for name, uid in others:
-            logger.warning("Job %s does what is not wanted any more and is deleted", name)
+            logger.warning("Job %s is obsolete and is deleted", name)
             self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
         for name, uid in others:
             self._until_gone(name, uid)
@@ -250,12 +250,12 @@ class RunJobs:
         if error is not None and (int(job["spec"].get("completions") or 1) == 1 or not isinstance(error, InfraError)):
             return error
         if error is not None:  # a peer's end may be its cause: name the pod that ended first
-            return InfraError(f"Pod {failed.pod} ended, and a rank said: {error}")
-        if failed.pod is None or not failed.by_exit_code or "The last it said" in str(failed.error):
+            return InfraError(f"Pod {failed.pod} ended. Message of a rank: {error}")
+        if failed.pod is None or not failed.by_exit_code or "Last message" in str(failed.error):
             return failed.error
         container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]
         said = last_lines(self._cluster, self._namespace, failed.pod, container)
-        return type(failed.error)(f"{failed.error} The last it said: {said}") if said else failed.error
+        return type(failed.error)(f"{failed.error} Last message: {said}") if said else failed.error
 
     def _tell_events(self, uid: str, say: Say, deadlines: JobDeadlines) -> None:
         """Log why no pod exists: a quota, an admission webhook, Pod Security."""

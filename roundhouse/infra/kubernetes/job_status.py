@@ -38,7 +38,7 @@ _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was evicted because its node was tainted (unreachable, not ready or in maintenance)",
     "EvictionByEvictionAPI": "was evicted through the API: its node is being drained",
-    "DeletionByPodGC": "was lost with its node, which is gone",
+    "DeletionByPodGC": "was lost with its node",
     "TerminationByKubelet": "was ended by its node: shutdown, or pressure on memory or disk",
 }
 _NOT_FOUND = ("not found", "does not exist", "manifest unknown", "unauthorized", "denied", "forbidden")
@@ -178,7 +178,7 @@ def _exited(name: str, node: str, pod: Status, ended: Status, at: str, keys: Pod
         )
         return _Rank.OUT_OF_MEMORY, at, Failed(error, name)
     kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
-    said = f" The last it said: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
+    said = f" Last message: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
     if code > 128:
         error = InfraError(f"Pod {name}{node} was killed by signal {code - 128} (exit code {code}).{said}")
         asked = code == 128 + signal.SIGTERM  # also by the Job controller, because a peer had failed
@@ -287,7 +287,7 @@ class JobDeadlines:
             return min(total, self._or_raise(since + settings.image_seconds - now, waiting.problem))
         problem = waiting.problem
         if not has_pods and self.event:
-            problem = InfraError(f"{problem} The cluster says: {self.event}")
+            problem = InfraError(f"{problem} Event of the cluster: {self.event}")
         return min(total, self._or_raise(since + settings.pending_seconds - now, problem))
 
     def is_time_for_events(self, now: float) -> bool:

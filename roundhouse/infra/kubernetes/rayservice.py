@@ -221,9 +221,9 @@ class RayServiceServed(deployment.EngineService):
         uid, run, place = (notes.get(f"{LABEL}{name}") for name in ("run-uid", "run", "location"))
         if uid not in (None, "", self.holder.run_uid) and not _is_over(place):
             raise ConfigError(
-                f"RayService {self.name} serves run {run!r} ({place}), which has not finished. Give this run its own "
-                f"(infra.engine.ray_service); if that run is given up: kubectl -n {self.infra.namespace} annotate rayservice "
-                f"{self.name} {LABEL}run-uid-"
+                f"RayService {self.name} serves run {run!r} ({place}), which has not finished. Name another one for this "
+                f"run (infra.engine.ray_service). If that run is abandoned: kubectl -n {self.infra.namespace} annotate "
+                f"rayservice {self.name} {LABEL}run-uid-"
             )
 
     def _get(self, cluster: Cluster) -> Object:
@@ -237,8 +237,8 @@ class RayServiceServed(deployment.EngineService):
             if self.engine.ray_service is None:
                 return self._create(cluster)
             raise ConfigError(
-                f"There is no RayService {self.name} in namespace {namespace} (infra.engine.ray_service): {refused.message}. "
-                "Apply k8s/overlays/gpu, or one like it; if RayServices are not known, install the chart kuberay-operator."
+                f"RayService {self.name} does not exist in namespace {namespace} (infra.engine.ray_service): "
+                f"{refused.message}. Apply k8s/overlays/gpu. If the kind is unknown, install the chart kuberay-operator."
             ) from refused
 
     def _create(self, cluster: Cluster) -> Object:
@@ -431,7 +431,7 @@ class _RefitWait:
             events = self.cluster.get(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector).get("items")
         except (ApiRefused, InfraError):
             return ""
-        return f"The cluster says: {events[-1].get('message')}" if events else ""
+        return f"Event of the cluster: {events[-1].get('message')}" if events else ""
 
 
 def _is_over(place: str | None) -> bool:

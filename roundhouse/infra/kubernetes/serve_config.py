@@ -66,9 +66,9 @@ def _tree(text: str | None) -> Object:
         listed = tree.setdefault("applications", []) or []
         valid = all(isinstance(each, dict) for each in listed)
     except (yaml.YAMLError, AttributeError, TypeError) as error:
-        raise ConfigError(f"spec.serveConfigV2 of the RayService is no Serve configuration: {error}") from error
+        raise ConfigError(f"spec.serveConfigV2 of the RayService is not a Serve configuration: {error}") from error
     if not valid:
-        raise ConfigError(f"spec.serveConfigV2 of the RayService has applications that are none: {str(listed)[:200]}")
+        raise ConfigError(f"spec.serveConfigV2 of the RayService has invalid applications: {str(listed)[:200]}")
     return {**tree, "applications": listed}
 
 

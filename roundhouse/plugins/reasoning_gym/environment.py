@@ -133,9 +133,7 @@ def _of_level(gym: Any, name: str, level: int | None) -> dict[str, Any]:
     if level is None:
         return {}
     if not gym.factory.has_curriculum(name):
-        raise ConfigError(
-            f"environment.level is {level}, but {name} of reasoning-gym has no curriculum. Leave level out."
-        )
+        raise ConfigError(f"environment.level is {level}, but {name} of reasoning-gym has no curriculum. Remove level.")
     curriculum = gym.factory.create_curriculum(name)
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration()

@@ -109,7 +109,7 @@ class SGLangEngine(OpenAIEngine):
         loaded = info.get("model_path"), info.get("weight_version")
         if not reply.get("success") or loaded != (directory, label):
             raise EnginePoisoned(
-                f"{self._endpoint.url} was to hold {directory} as {label}, and says {reply} and {loaded}."
+                f"{self._endpoint.url} should hold {directory} as {label}, but answers {reply} and {loaded}."
             )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -203,8 +203,8 @@ class ByEnvironment:
         for name, algorithm in own.items():
             if algorithm.loss != shared.loss:
                 raise ConfigError(
-                    f"train.algorithm.environments.{name} changes the loss on tokens to {algorithm.loss}, which is one for all "
-                    f"environments: {shared.loss}. Let the class's `loss` depend on no key that an environment sets."
+                    f"train.algorithm.environments.{name} changes the loss on tokens to {algorithm.loss}, but all "
+                    f"environments share one loss: {shared.loss}. The class's `loss` must not depend on keys of an environment."
                 )
         self._shared, self._own = shared, own
 

@@ -68,7 +68,7 @@ class GroupRelative(PolicyGradientAlgorithm):
         if self.turn_discount is not None:
             if not any(sequences.turn_rewards):
                 logger.warning(
-                    "train.algorithm.turn_discount: no turn has a reward of its own; whole rollouts are compared"
+                    "train.algorithm.turn_discount: turns have no separate rewards; whole rollouts are compared"
                 )
             parts = TurnParts.of(sequences, groups, self.turn_discount)
             return parts.advantages(self.leave_one_out, self.normalize_by_std)[parts.of_token]
@@ -217,7 +217,7 @@ class GDPO(GroupRelative):
                 raise DataError(
                     f"sequence {sequences.sequence_ids[missing[0]]!r} has no finite reward component {name!r} "
                     f"({len(missing)} of {len(sequences)} sequences; found: {', '.join(components) or 'none'}). The "
-                    "environment has to give it for every rollout, or train.algorithm.weights must not name it."
+                    "environment must return it for every rollout, or train.algorithm.weights must not name it."
                 )
         return weights
 

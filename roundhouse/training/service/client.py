@@ -129,4 +129,4 @@ class HttpChannel:
                 )
             logger.warning("no answer to %s (%s): again in %.1f s", what, problem, pause)
             time.sleep(pause)
-        raise AssertionError("unreachable: the count has no end")
+        raise AssertionError("unreachable: the loop is endless")

@@ -346,8 +346,8 @@ class TrainEngine:
         sender, self._sender = self._sender, None
         if sender is not None and not sender.end(2 * sender.seconds):
             raise InfraError(
-                f"A replica keeps the trainer, which sends it weights, beyond twice the time limit of {sender.seconds:g} s for "
-                "a batch. The trainer cannot go on; the next attempt begins from the last checkpoint."
+                f"A replica did not receive a batch of weights within twice the time limit of {sender.seconds:g} s. "
+                "The trainer stops; the next attempt begins from the last checkpoint."
             )
 
     def held_weights(self, dtype: Dtype) -> HeldWeights:
@@ -542,7 +542,7 @@ def unfit_for_gpu(config: TrainConfig) -> list[str]:
     """The settings that fit a CPU's small models and run a GPU out of memory or time: key, value and what to set instead."""
     warnings = []
     if config.dtype == "float32":
-        warnings.append("train.dtype is float32, which has no fused attention and half the speed; set bfloat16")
+        warnings.append("train.dtype is float32, which lacks fused attention and halves the speed; set bfloat16")
     if config.logits_chunk_tokens == 0:
         warnings.append("train.logits_chunk_tokens is 0, so logits of a whole microbatch exist; set 1024")
     if not config.activation_checkpointing:

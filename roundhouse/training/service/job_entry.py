@@ -76,7 +76,7 @@ def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
         data = Location(directory).read(name) if "://" in path else Path(path).read_bytes()
         return kind.model_validate_json(data)
     except (OSError, NotFound, ValidationError) as error:
-        raise ConfigError(f"--spec {path} is no {what}: {error}") from error
+        raise ConfigError(f"--spec {path} is not a {what}: {error}") from error
 
 
 def tell_error(place: str | None, error: RoundhouseError) -> None:
@@ -113,7 +113,7 @@ def exit_code(error: RoundhouseError) -> int:
 
 def error_of(code: int, what: str, said: str) -> RoundhouseError:
     """Make the error of a process that left none. `what` names it; `said` is the end of its log."""
-    log = f"The last it said: {said}"
+    log = f"Last output: {said}"
     if code < 0:
         memory = f" {KILLED_FOR_MEMORY}" if code == -signal.SIGKILL else ""
         return ProcessKilled(f"{what} was killed by signal {-code}.{memory} {log}")

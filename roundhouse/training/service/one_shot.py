@@ -156,7 +156,7 @@ def read_result(location: Location) -> tuple[TrainStepResult, pa.Table]:
         result = TrainStepResult.model_validate_json(location.read(REPORT))
         return result, parse_parquet(location.read(COLUMNS))
     except (NotFound, ValidationError) as error:
-        raise InfraError(f"{location.uri} has no whole report of a training step: {error}") from error
+        raise InfraError(f"{location.uri} has no complete report of a training step: {error}") from error
 
 
 def _checkpoint(reference: Reference, cache: Path, kept: CheckpointCache | None) -> ModelSource:

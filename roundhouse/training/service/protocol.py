@@ -151,7 +151,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise DataError(f"The body is no {kind.__name__}: {error}") from error
+        raise DataError(f"The body is not a {kind.__name__}: {error}") from error
 
 
 def refusal(error: RoundhouseError) -> CallReply:
@@ -182,7 +182,9 @@ def accepted(status: int, body: bytes) -> bytes:
         reply = json.loads(body)
         raised, message = ERRORS[reply["kind"]][1], str(reply["message"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InfraError(f"The answer has status {status} and is none of a train service: {body[:200]!r}") from error
+        raise InfraError(
+            f"The answer has status {status} and is not an answer of a train service: {body[:200]!r}"
+        ) from error
     raise raised(message)
 
 

@@ -61,7 +61,7 @@ class Service:
         header = request.headers.get("authorization", "")
         if self.token_sha256 is not None and not presents_digested(header, self.token_sha256):
             raise protocol.Unauthorized(
-                "The train service needs its bearer token. Set the one that the server was started with."
+                "The train service needs its bearer token. Set the token of the server's start."
             )
         if (spoken := request.headers.get(protocol.PROTOCOL_HEADER)) != protocol.PROTOCOL:
             raise ConfigError(
@@ -211,6 +211,6 @@ def require_token_beyond_loopback(host: str, token: str | None) -> None:
     """Refuse to listen for others without a token."""
     if not is_loopback(host) and token is None:
         raise ConfigError(
-            f"--host {host} can be reached by others, and there is no token. Set {TOKEN_VARIABLE} or --token-file, or "
+            f"--host {host} can be reached from other machines, but no token is set. Set {TOKEN_VARIABLE} or --token-file, or "
             "listen on 127.0.0.1."
         )

@@ -93,7 +93,7 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
     for name, key in (("reference_kl_weights", "kl_coefficient"), ("entropy_weights", "entropy_coefficient")):
         if getattr(columns, name).any():
             raise ConfigError(
-                f"The batch has {name}, for which the Tinker API has no term. Set train.algorithm.{key} to 0, or use another "
+                f"The batch has {name}, but the Tinker API lacks this term. Set train.algorithm.{key} to 0, or use another "
                 "train.service.kind."
             )
     batch = _corrected(batch, old_logprobs)
@@ -155,8 +155,8 @@ def _policy_loss(settings: LossSettings, *, first: bool) -> tuple[LossName, dict
     if named := [name for name, unfit in refused.items() if unfit]:
         values = ", ".join(f"{name} {getattr(settings, name)!r}" for name in named)
         raise ConfigError(
-            f"The Tinker API has no loss with {values}. Known there are the clipped loss and cispo with token ratios; "
-            "train.service.kind resident, ray, process and remote know the rest."
+            f"The Tinker API has no loss with {values}. It has the clipped loss and cispo with token ratios. For other "
+            "losses set train.service.kind to resident, ray, process or remote."
         )
     bounds = {"clip_low_threshold": 1 - settings.clip_low, "clip_high_threshold": 1 + settings.clip_high}
     if settings.policy_loss == "cispo":
@@ -286,7 +286,7 @@ class TinkerTrainService:
     def store_checkpoint(
         self, place: Location, attempt: str, cursor: Cursor | None, *, weights: bool = True
     ) -> ModelFiles:
-        assert weights, "what is not reproducible is stored whole"
+        assert weights, "irreproducible state is stored completely"
         return store_model(lambda directory: self.save_checkpoint(directory, cursor), place, attempt)
 
     def save_checkpoint(self, directory: Path, cursor: Cursor | None) -> None:

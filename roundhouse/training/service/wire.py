@@ -61,9 +61,9 @@ def unpack(kind: type[T], body: bytes) -> T:
         size = int.from_bytes(body[:8], "little")
         header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"][_HEADER])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"The body is no {kind.__name__}: {error!r}.") from error
+        raise DataError(f"The body is not a {kind.__name__}: {error!r}.") from error
     if not isinstance(header, dict):
-        raise DataError(f"The body is no {kind.__name__}: its header is a {type(header).__name__}.")
+        raise DataError(f"The body is not a {kind.__name__}: its header is a {type(header).__name__}.")
     value = _put_together(kind, "", arrays, header)
     if arrays or header:
         raise DataError(
@@ -124,7 +124,7 @@ def _json(name: str, hint: Any, value: Any) -> Any:
         known = {field.name for field in fields(hint)}
         if unknown := sorted(set(value) ^ known):
             raise DataError(
-                f"{name} differs in {', '.join(unknown)} from what is known here. Run the same version of roundhouse on both "
+                f"{name} differs in {', '.join(unknown)} from this side. Run the same version of roundhouse on both "
                 "sides."
             )
     try:
@@ -236,8 +236,8 @@ class ChannelService:
         )
         if not place.exists(written.files[0].path):
             raise ConfigError(
-                f"The train service has written {place.uri}/{written.directory}, which is not here: that path is another "
-                "directory on its machine. Set store to s3://… or to a path that both machines share."
+                f"The train service has written {place.uri}/{written.directory}, which does not exist here: the path is "
+                "another directory on its machine. Set store to s3://… or to a path that both machines share."
             )
         return written
 

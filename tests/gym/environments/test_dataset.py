@@ -162,7 +162,7 @@ async def test_a_prompt_of_messages_makes_the_completion_one(made: Any) -> None:
         (ROWS, "wrong", {}, r"wrong'.* parameter anser is not a column of environment.data .*question, answer"),
         (ROWS, "named", {}, r"with the parameters text, answer. Name one of them `completion`"),
         (ROWS, "ids", {}, "needs completion_ids: only TRL's trainer has it. Judge the text"),
-        (ROWS, "missing", {}, "environment.reward is .* has no function missing. There are: correct"),
+        (ROWS, "missing", {}, "environment.reward is .* has no function missing. Available: correct"),
         (ROWS, "correct", {"prompt": "problem"}, "environment.prompt is 'problem'.*Its columns: question, answer"),
         ([], "correct", {}, "environment.data is .*rows.jsonl', which holds no rows"),
         ([1], "correct", {}, "rows that are not objects"),

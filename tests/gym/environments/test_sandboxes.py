@@ -28,7 +28,7 @@ async def test_files_go_in_are_changed_by_commands_and_come_out(sandbox: Sandbox
 
 async def test_a_path_outside_of_the_working_directory_is_refused(sandbox: Sandbox) -> None:
     for path in ("/etc/x", "../x", "a/../../x", "", "a\0b"):
-        with pytest.raises(FilesRefused, match="no path in the working directory"):
+        with pytest.raises(FilesRefused, match="not a path in the working directory"):
             await sandbox.write_files({path: b""})
 
 

@@ -68,8 +68,8 @@ async def test_the_policy_is_shown_output_status_and_limits_and_its_mistakes() -
     )
     assert await tools["write"].call(session, "d/e.txt", "new\n") == "written"
     assert await tools["run"].call(session, "cat d/e.txt") == "new"
-    assert (await tools["write"].call(session, "/etc/x", "new")).startswith("error: '/etc/x' is no path")
-    assert await tools["run"].call(session, "a\0b") == "sh: a command has no NUL characters\nexit status 2"
+    assert (await tools["write"].call(session, "/etc/x", "new")).startswith("error: '/etc/x' is not a path")
+    assert await tools["run"].call(session, "a\0b") == "sh: a command cannot contain NUL characters\nexit status 2"
     await TERMINAL.close_session(session)
     assert shown(CommandResult(-9, "x", timed_out=True)) == "x\nkilled: it reached its time limit"
 

@@ -48,7 +48,7 @@ def test_an_agent_has_the_statistics_of_all_its_rollouts():
 
 def test_missing_rollouts_are_refused_unless_allowed():
     with pytest.raises(
-        DataError, match=r"2 row\(s\) have no rollout; --allow-partial profiles what there is\. They are: 1:1, 1:2"
+        DataError, match=r"2 row\(s\) have no rollout; --allow-partial profiles the others\. Missing: 1:1, 1:2"
     ):
         profile(INPUTS, ROLLOUTS)
 

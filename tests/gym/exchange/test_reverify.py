@@ -79,7 +79,7 @@ def test_the_verdicts_are_those_of_the_verifier_that_runs_now(stored: Path, tmp_
     before = stored.read_bytes()
     with serving(build_app(Longer())) as url:
         told = reverify(stored, tmp_path / "new.jsonl", "--resources-url", url)
-        with pytest.raises(ConfigError, match=r"new\.jsonl is there. Pass --overwrite"):
+        with pytest.raises(ConfigError, match=r"new\.jsonl exists. Pass --overwrite"):
             reverify(stored, tmp_path / "new.jsonl", "--resources-url", url)
         again = reverify(stored, tmp_path / "new.jsonl", "--resources-url", url, "--resume")
         limited = reverify(stored, tmp_path / "new.jsonl", "--resources-url", url, "--overwrite", "--limit", 1)

@@ -48,7 +48,7 @@ def test_unknown_agents_and_metadata_that_is_no_text_are_faults_of_their_lines(t
     poison.append({"responses_create_params": {"input": "d", "metadata": {"n": 3}}})
     with pytest.raises(DataError, match=r"(?s)3 line\(s\)") as error:
         materialized(tmp_path, poison, agents=frozenset({"math", "code"}))
-    for part in ("'matth'. Did you mean math?", "'x'. There are: code, math.", "line 4: the values of"):
+    for part in ("'matth'. Did you mean math?", "'x'. Available: code, math.", "line 4: the values of"):
         assert part in str(error.value)
     assert len(materialized(tmp_path, poison[:3])) == 3, "without a head server any agent may be there"
 

@@ -70,7 +70,7 @@ def test_an_agent_without_an_environment_server_gets_one_of_nemo_gyms_name(resol
 def test_an_agent_without_an_environment_server_is_refused_where_that_is_asked(resolved):
     strict = "++error_on_agent_without_environment_server=true"
     (problem,) = resolved(AGENT, strict).problems
-    assert "these agents have none: weather_simple_agent" in problem
+    assert "these agents lack one: weather_simple_agent" in problem
     assert resolved(AGENT + environment("legacy_agent"), strict).problems == []
 
 

@@ -85,7 +85,7 @@ def test_a_loader_is_a_queue_that_reset_makes_new(steps: list[str]) -> None:
     [
         ("a.txt", "x", "ends in .jsonl, .csv, .parquet"),
         ("a.jsonl", "", "holds no rows"),
-        ("a.jsonl", "1", "no objects"),
+        ("a.jsonl", "1", "not objects"),
         ("a.parquet", "x", "cannot be read"),
         ("a.jsonl", '{"task_id": 1}\n{"task_id": "1"}', "already used on row 1"),
     ],
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_data_is_refused_by_its_key(tmp_path: Path, name: str,
     [
         ("a.jsonl", '{"a": 1}\n{', "line 2 is not JSON"),
         ("a.csv", f"a,b\n1,2\n{'x' * 200_000},3\n", "line 3 cannot be read: field larger than field limit"),
-        ("a.csv", "a,b\n1,2\n3,4,5\n", "line 3 has 1 cells more"),
+        ("a.csv", "a,b\n1,2\n3,4,5\n", "line 3 has 1 cells too many"),
         (
             "a.csv",
             'a,b\n1,2\n"3,4\n5,6\n',

@@ -276,7 +276,7 @@ async def test_another_temperature_than_the_runs_fails_in_training(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"mcp_servers": [{"name": "helper"}]}, "has mcp_servers, which is not played here"),
+        ({"mcp_servers": [{"name": "helper"}]}, "has mcp_servers, which is not supported here"),
         ({"sub_agents": [{"name": "me", "config_path": "agent_config.yaml"}]}, "is a sub-agent of itself"),
         ({"skills": ["./skills/x"]}, "skills.0: .*SKILL.md cannot be read"),
         ({"middlewares": []}, "has middlewares"),

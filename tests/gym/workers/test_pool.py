@@ -135,7 +135,7 @@ def test_every_trajectory_put_into_a_registered_pool_comes_out_once(rule: str) -
 
 
 def test_a_pool_names_every_key_that_it_does_not_have_and_what_it_drops(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"has no groups, size. Its keys are key_list, group_size"):
+    with pytest.raises(ConfigError, match=r"has no groups, size. Its keys: key_list, group_size"):
         TrajectoryPool({"key_list": [], "groups": 1, "size": 2})
     with pytest.raises(ConfigError, match=r"key_list is 'task'. Give a list"):
         TrajectoryPool("task")
@@ -167,7 +167,7 @@ def test_when_a_batch_may_be_taken(rule: Any, loaded: int, given: int, taken: in
     [
         ({"key_list": ["task"], "group_size": 2, "batch_size": 3}, "multiple of group_size"),
         ({"group_size": 0}, "at least 1"),
-        ({"check_batch_ready_function": "soon"}, "'soon'; there are batch_size"),
+        ({"check_batch_ready_function": "soon"}, "'soon'. Rules: batch_size"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(keys: dict[str, Any], said: str) -> None:
@@ -236,7 +236,7 @@ def test_the_sequences_of_a_run_go_through_a_pool_in_groups(tmp_path: Path) -> N
     assert first is not None
     assert (first.values["group_id"], first.values["run_id"]) == (["g0", "g0"], [0, 1])
     assert first.values["finish_reason"] == ["stop", "length"]
-    with pytest.raises(ConfigError, match="no complete validate stage"):
+    with pytest.raises(ConfigError, match="not a complete validate stage"):
         next(read_trajectories(str(tmp_path / "elsewhere")))
 
 

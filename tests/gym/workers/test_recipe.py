@@ -64,7 +64,7 @@ def environment(**changes: object) -> WorkerEnvironment:
     ("changes", "said"),
     [
         ({"worker": "clever"}, "the types are mock, simple, agent"),
-        ({"worker": "worker.py:Quiz"}, "has no Quiz. There are: AgentRolloutWorker, QuizWorker"),
+        ({"worker": "worker.py:Quiz"}, "has no Quiz. Available: AgentRolloutWorker, QuizWorker"),
         ({"worker": "works.py:Quiz"}, "has: evaluator.py, grading.py, worker.py"),
         ({"worker": "no.such.module:Quiz"}, "importing no.such.module failed"),
         ({"worker": "roundhouse.errors:ConfigError"}, "that is no BaseRolloutWorker"),

@@ -88,7 +88,7 @@ def test_a_tracker_is_made_with_nexrls_configuration_and_a_bound_of_its_errors()
     for number in range(3):
         tracker.report_exception("trainer", "batch", ValueError(str(number)))
     assert tracker.get_error_health_status()["recent_error_count"] == 2
-    with pytest.raises(ConfigError, match=r"config is 5, which is no mapping.*max_errors"):
+    with pytest.raises(ConfigError, match=r"config is 5, which is not a mapping.*max_errors"):
         ActivityTracker(5)  # type: ignore[arg-type]
 
 

@@ -156,7 +156,7 @@ def broken(change: str) -> bytes:
         ("double", "scale is float64"),
         ("offsets", "offsets do not cut 7 tokens"),
         ("first", "first token of a sequence"),
-        ("truncated", "The body is no LossBatch"),
+        ("truncated", "The body is not a LossBatch"),
         ("other version", "loss differs in .*clip_high.*same version"),
     ],
 )

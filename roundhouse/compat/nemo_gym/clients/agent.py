@@ -200,7 +200,7 @@ INCOMPLETE_RECORD = "incomplete_record"
 
 NO_TOKENS_IN_ITEMS = (
     "No item of the agent's answer carries generation_token_ids. Either the model server behind the agent does not return "
-    "token IDs (ours: return_token_id_information), or the agent does not echo the items as it got them (then record its "
+    "token IDs (ours: return_token_id_information), or the agent does not return the items unchanged (then record its "
     "calls: environment.tokens=captured), or the first call did not fit the model's context."
 )
 NO_CALLS_RECORDED = (
@@ -208,9 +208,7 @@ NO_CALLS_RECORDED = (
     "/ng-rollout/<_ng_rollout_id>/training-token-capture/ to the server at environment.model_server (NeMo Gym: "
     "token_id_capture)."
 )
-NO_POLICY_VERSION = (
-    "The policy version that answered is unknown: the answer does not tell it and the collector was not told."
-)
+NO_POLICY_VERSION = "The policy version of the answer is unknown: neither the answer nor the collector names it."
 
 
 class RunClient(Protocol):
@@ -302,7 +300,7 @@ def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> 
         extra = orjson.loads(given.get("extra_body") or "{}")
         extra = {**extra, "seed": attempt.rollout.seed}
     except (ValueError, TypeError) as error:
-        raise BadTaskRow(f"responses_create_params.metadata.extra_body is no JSON object: {error}") from error
+        raise BadTaskRow(f"responses_create_params.metadata.extra_body is not a JSON object: {error}") from error
     if sampling.top_k is not None:
         extra["top_k"] = sampling.top_k
     request = {
@@ -338,9 +336,9 @@ def refuse_other_agents(rows: Iterable[TaskRow], agent: str | None) -> None:
             continue
         if agent is not None and named != agent:
             raise BadTaskRow(
-                f"Task row {row.get('task_id')!r} is for the agent {named!r} (agent_ref.name), but {agent!r} plays the rows of "
-                f"this run, and would be given it. Set environment.agent to {named!r} and its server, or keep each agent's "
-                "rows in a file of their own."
+                f"Task row {row.get('task_id')!r} is for the agent {named!r} (agent_ref.name), but {agent!r} plays all rows of "
+                f"this run. Set environment.agent to {named!r} and its server, or keep the rows of each agent in a separate "
+                "file."
             )
         agent = named
 

@@ -218,7 +218,7 @@ def _completion(told: Message, finish: str, reply: dict[str, Any], latency: floa
     if finish not in ("stop", "tool_calls"):
         finish = "length"  # also content_filter: something was cut away
     if finish == "length" and not (content or calls or generation or reply.get("usage")):
-        raise ContextOverflow("The model server says that the conversation leaves no room for a reply.")
+        raise ContextOverflow("The model server reports that the conversation leaves no room for a reply.")
     return Completion(
         message=message,
         finish_reason=finish,

@@ -137,7 +137,7 @@ class AlmostServer:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} looks like a server and is none: {'; '.join(self.reasons)}."
+        return f"{self.name} looks like a server but is not valid: {'; '.join(self.reasons)}."
 
 
 def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[AlmostServer]]:
@@ -166,7 +166,7 @@ def unresolved_references(instances: Iterable[Instance]) -> list[str]:
                 continue
             names = sorted(one.name for one in there if one.type == reference.type)
             near = difflib.get_close_matches(reference.name, names, n=3)
-            hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(names) or 'none'}."
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Configured: {', '.join(names) or 'none'}."
             problems.append(
                 f"{'.'.join(instance.path)}.{field} refers to {reference.type}/{reference.name}, which is not configured. "
                 f"{hint}"

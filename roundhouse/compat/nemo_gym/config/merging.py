@@ -195,12 +195,12 @@ class _Expansion:
             if source == MISSING:
                 return MISSING
             if not isinstance(source, dict):
-                raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is no mapping.")
+                raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is not a mapping.")
             made = merged(source, expanded)
             for key in sorted(unwanted - node.keys()):
                 if key not in made:
                     raise ConfigError(
-                        f"{'.'.join(where)}.{DELETE} names {key!r}, which is not there; there are: {', '.join(made)}."
+                        f"{'.'.join(where)}.{DELETE} names {key!r}, which is missing. Present: {', '.join(made)}."
                     )
                 del made[key]
             return made

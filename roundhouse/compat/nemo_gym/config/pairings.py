@@ -32,7 +32,7 @@ NO_COUNTERPART: dict[str, str] = {
     "environment_routing_mode": "name an agent in each row (agent_ref), or --agent",
     "environment_server_name": "name an agent in each row (agent_ref), or --agent",
     "environment_server_routes": "name an agent in each row (agent_ref), or --agent",
-    "rollout_collection_driver": "write a loop of your own around `roundhouse gym collect`",
+    "rollout_collection_driver": "write a loop around `roundhouse gym collect`",
     "dispatch_budget_s": "end the collection with SIGTERM and continue with --resume",
     "drain_margin_s": "end the collection with SIGTERM and continue with --resume",
 }

@@ -210,7 +210,7 @@ def _front_agents(resolution: Resolution, servers: Sequence[Instance], *, strict
     if strict and added:
         agents = ", ".join(agent for relay in added for agent in relay.agents())
         resolution.problems.append(
-            f"error_on_agent_without_environment_server is true, and these agents have none: {agents}. Add an entry with "
+            f"error_on_agent_without_environment_server is true, and these agents lack one: {agents}. Add an entry with "
             "environment_servers.legacy_agent.agent_server for each, or unset the key: each gets one by itself."
         )
 
@@ -342,7 +342,7 @@ def address_of(url: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL: {error}") from error
+        raise ConfigError(f"{url!r} is not a URL: {error}") from error
     if not parts.hostname:
         raise ConfigError(f"{url!r} names no host.")
     return parts.hostname, port or (443 if parts.scheme == "https" else 80)

@@ -211,7 +211,7 @@ def parse_override(text: str) -> Override:
         action, rest = "set", rest.removeprefix("++") if rest.startswith("++") else rest[1:]
     name, equals, value = rest.partition("=")
     if not _NAME.fullmatch(name) or (action != "remove" and not equals):
-        raise ConfigError(f"The override {text!r} is none of +key=value, ++key=value, key=value and ~key.")
+        raise ConfigError(f"The override {text!r} is not one of +key=value, ++key=value, key=value and ~key.")
     path = tuple(name.split("."))
     if not all(path):
         raise ConfigError(f"The override {text!r} has an empty part in its key {name!r}.")

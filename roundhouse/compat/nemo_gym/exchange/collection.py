@@ -84,8 +84,8 @@ class Summary:
             return f"None of the {self.planned} rollouts has a result. Their reasons are in {self.files.failures}."
         if require_complete and self.judged < self.planned:
             return (
-                f"--require-complete is set, and {self.judged} of {self.planned} rollouts have a result. The others are in "
-                f"{self.files.failures}, or were not run; --resume runs those that another attempt can help."
+                f"--require-complete is set, and {self.judged} of {self.planned} rollouts have a result. The others failed "
+                f"(see {self.files.failures}) or did not run. --resume runs those that a retry can help."
             )
         return None
 
@@ -108,7 +108,7 @@ class Summary:
             parts.append(f"{self.earlier} from before")
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.failures.items()))
         parts += [f"{self.failed} failed ({kinds})"] if self.failures else []
-        parts += [f"{self.given_up} given up"] if self.given_up else []
+        parts += [f"{self.given_up} not retried"] if self.given_up else []
         parts += [f"{self.not_run} not run"] if self.not_run else []
         return " · ".join(parts)
 

@@ -223,7 +223,7 @@ class _Indexes:
         if (value is None) != (index is None):
             without, having = (place, first) if index is None else (first, place)
             raise DataError(
-                f"{without} has no {name} (it is null or missing), and {having} has one. Give it to all rows or none."
+                f"{without} has no {name} (it is null or missing), but {having} has one. Set it in all rows or in no row."
             )
         return index
 

@@ -99,7 +99,7 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
     unfit = [] if asked.judge_failed_only else await verifiers.not_stateless()
     if unfit and not asked.force:
         raise ConfigError(
-            f"{', '.join(unfit)} does not say that it judges by row and response alone (GET /reverify_mode is not "
+            f"{', '.join(unfit)} does not declare that it judges by row and response alone (GET /reverify_mode is not "
             f"{STATELESS!r}), so rewards may be wrong. --force judges all the same, into a file named unsafe_…"
         )
     output = asked.output.with_name(f"unsafe_{asked.output.name}") if unfit else asked.output
@@ -113,7 +113,7 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
     for path in results if fresh and not asked.overwrite else ():
         if path.exists():
             raise ConfigError(
-                f"{path} is there. Pass --overwrite to remove it, --resume to go on with it, or name another --output."
+                f"{path} exists. Pass --overwrite to remove it, --resume to continue it, or name another --output."
             )
     kept: list[Row] = []
     if asked.judge_failed_only:
@@ -150,8 +150,8 @@ def _payload(inputs: Mapping[Key, Row], rollout: Row, path: Path) -> Row:
     given = inputs.get((rollout.get(TASK, -1), rollout.get(ROLLOUT, -1)))
     if given is None:
         raise DataError(
-            f"The rollout {rollout.get(TASK)}-{rollout.get(ROLLOUT)} has no row in {path}: name the materialized inputs of the "
-            "same collection."
+            f"The rollout {rollout.get(TASK)}-{rollout.get(ROLLOUT)} has no row in {path}. Name the materialized inputs of "
+            f"that collection."
         )
     if not isinstance(rollout.get("response"), dict):
         raise DataError(f"The rollout {rollout[TASK]}-{rollout[ROLLOUT]} has no response that could be judged.")

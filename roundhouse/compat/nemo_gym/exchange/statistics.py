@@ -247,9 +247,7 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
     found = _by_key(rollouts, "the rollouts")
     _refuse(found.keys() - wanted.keys(), "rollout(s) belong to no row of the materialized inputs")
     if not allow_partial:
-        _refuse(
-            wanted.keys() - found.keys(), "row(s) have no rollout; --allow-partial profiles what there is. They are"
-        )
+        _refuse(wanted.keys() - found.keys(), "row(s) have no rollout; --allow-partial profiles the others. Missing")
     masked = {key for key, row in found.items() if row.get(MASK)}  # were played, and are in no statistic
     expected = expected_by_task(row for key, row in wanted.items() if key not in masked)
     ordered = [found[key] for key in sorted(found.keys() - masked)]

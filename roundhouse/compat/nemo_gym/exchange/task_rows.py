@@ -203,14 +203,14 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
     if faults:
         more = f"\n  … and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
         shown = "".join(f"\n  {fault}" for fault in faults[:MOST_SHOWN])
-        raise DataError(f"{len(faults)} line(s) of {name} are no task rows:{shown}{more}")
+        raise DataError(f"{len(faults)} line(s) of {name} are not task rows:{shown}{more}")
     return rows
 
 
 def _nearest(name: str, agents: Iterable[str]) -> str:
     agents = sorted(agents)
     near = difflib.get_close_matches(name, agents, n=1)
-    return f"Did you mean {near[0]}?" if near else f"There are: {', '.join(agents)}."
+    return f"Did you mean {near[0]}?" if near else f"Available: {', '.join(agents)}."
 
 
 def _is_metadata(value: Any) -> bool:

@@ -122,7 +122,7 @@ def _tokens(reply: Body, choice: Body, message: Message) -> AnswerTokens:
     drawn = _log_prob_tokens(choice)
     if in_message is None and drawn is None:
         raise BadReply(
-            "The engine was asked for token IDs and told none: its message has none of "
+            "The engine returned no token IDs: its message lacks "
             f"{', '.join(TOKEN_FIELDS)}, and its log-probabilities do not read {_MARK}<n>."
         )
     if beside is not None:
@@ -169,7 +169,7 @@ def _log_prob_tokens(choice: Body) -> tuple[list[int], list[float]] | None:
 
 def _must_agree(one: Any, other: Any, what: str) -> None:
     if one != other:
-        raise BadReply(f"The reply tells two different {what}s in tokens; which one was sampled cannot be known.")
+        raise BadReply(f"The reply has two different {what}s in tokens; it is unknown which one was sampled.")
 
 
 # -- dialects -------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def responses_body(body: Any) -> Body:
             elif kind in _TOOL_CHOICES:
                 asked["tool_choice"] = _TOOL_CHOICES[kind]
             else:
-                raise invalid(["tool_choice"], f"type {kind!r} is none of {sorted(_TOOL_CHOICES)} and tool", choice)
+                raise invalid(["tool_choice"], f"type {kind!r} is not one of {sorted(_TOOL_CHOICES)} and tool", choice)
     except (KeyError, TypeError, AttributeError) as error:
         raise invalid(["messages"], f"malformed: {error!r}") from error
     return asked

@@ -131,7 +131,7 @@ class EngineClient:
             raise EngineTimeout("The engine did not answer /tokenize in time.") from error
         tokens = reply.get("tokens") if isinstance(reply, dict) else None
         if not isinstance(tokens, list):
-            raise BadReply("The engine's /tokenize tells no list of tokens.")
+            raise BadReply("The engine's /tokenize returned no list of tokens.")
         return tokens
 
     def health(self) -> list[dict[str, Any]]:

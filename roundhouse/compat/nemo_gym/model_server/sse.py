@@ -192,7 +192,7 @@ def _joined_call(item: Body) -> Body:
 def _warn_dropped(what: str, kinds: list[str]) -> None:
     if kinds:
         log.warning(
-            "Left out of a streaming request: %s of type %s, which no chat engine can be shown.",
+            "Left out of a streaming request: %s of type %s, which chat engines do not accept.",
             what,
             sorted(set(kinds)),
         )

@@ -106,7 +106,7 @@ def _foreign(
     python = foreign.python or venv / "bin" / "python"
     if not python.exists() and (foreign.python or not foreign.install):
         return (
-            f"{instance.name}: there is no {python}. Make the virtual environments with --install (needs uv), or run all "
+            f"{instance.name}: {python} does not exist. Make the virtual environments with --install (needs uv), or run all "
             "foreign servers with one interpreter: --python."
         )
     root = directory.parent.parent

@@ -105,7 +105,7 @@ def instance_fields(config: DictConfig, name: str) -> tuple[ServerType, dict[str
         block = reading.value.get(server_type) if isinstance(reading.value, dict) else None
         if isinstance(block, dict) and block:
             return server_type, dict(next(iter(block.values())))
-    raise ConfigError(f"{name} is no server: it has none of {', '.join(SERVER_TYPES)}.")
+    raise ConfigError(f"{name} is not a server: it lacks {', '.join(SERVER_TYPES)}.")
 
 
 def server_url(config: DictConfig, name: str) -> str:
@@ -166,7 +166,7 @@ def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
     if not isinstance(block, Mapping):
         return [f"token_id_capture is {block!r}; it is a mapping with {', '.join(sorted(_CAPTURE))}."]
     problems = [
-        f"token_id_capture.{key} is not known; there are {', '.join(sorted(_CAPTURE | _THEIR_CAPTURE))}."
+        f"token_id_capture.{key} is unknown. Known: {', '.join(sorted(_CAPTURE | _THEIR_CAPTURE))}."
         for key in block.keys() - _CAPTURE - _THEIR_CAPTURE
     ]
     ours = [one.name for one in instances if one.kind == "own" and one.type == "responses_api_models"]

@@ -116,9 +116,7 @@ def unfit_for_pods(resolution: Resolution, infra: KubernetesInfra) -> list[str]:
         if not port:
             problems.append(f"No port from port_range_low to port_range_high is left for {key}. Raise the second.")
         elif port == _metrics_port(infra):
-            problems.append(
-                f"{key}.port is {port}, which is that of {METRICS_VARIABLE}. Name another one, or remove it."
-            )
+            problems.append(f"{key}.port is {port}, which {METRICS_VARIABLE} uses. Name another one, or remove it.")
         elif port < FIRST_FREE_PORT:
             problems.append(
                 f"{key}.port is {port}, which a pod that is not root cannot take. Name another, or remove it."
@@ -325,7 +323,7 @@ class PodServers:
                 raise explained(refused, f"get jobs in namespace {self._namespace}") from refused
             if other["metadata"]["uid"] == owner["uid"] and is_under_way(other):
                 raise InfraError(
-                    f"The gym servers of this run belong to Job {owner['name']}, whose flow is under way. Wait for its end, or "
+                    f"The gym servers of this run belong to Job {owner['name']}, and its flow is running. Wait for its end, or "
                     f"delete it: kubectl -n {self._namespace} delete job {owner['name']}"
                 )
 
@@ -362,7 +360,7 @@ class PodServers:
                 log.warning("gym: %s ended and is started again: %s", name, error)
 
     def _give_up(self, name: str, error: RoundhouseError) -> None:
-        log.error("gym: %s has ended for good: %s", name, error)
+        log.error("gym: %s has ended and is not restarted: %s", name, error)
         self._failed[name] = error
 
     def _until_healthy(self) -> None:

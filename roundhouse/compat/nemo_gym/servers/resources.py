@@ -108,8 +108,8 @@ def build_app(
     if isinstance(environment, GymnasiumEnvironment):
         if expose_tools_over_mcp:
             raise ConfigError(
-                f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol, whose world answers "
-                "tool calls itself. Leave it out."
+                f"expose_tools_over_mcp is set, but {environment.name} speaks the Gymnasium protocol: its world answers tool "
+                "calls itself. Remove it."
             )
         return build_gymnasium_app(environment, name, store, request_seconds)
     server = _ResourcesServer(environment, store)

@@ -272,7 +272,7 @@ class GymServers:
                     announced = True
                 await asyncio.sleep(LOOK_SECONDS)
         if silent:
-            self._options.announce(f"no answer from {_named(silent)}; rollouts will fail until there is")
+            self._options.announce(f"no answer from {_named(silent)}; rollouts fail until it answers")
 
     def _raise_ended(self) -> None:
         texts = []
