@@ -1,24 +1,23 @@
 """Checks of settings that concern more than one section of the configuration.
 
-Invariant: a section checks itself at its declaration; only this module checks several sections together. Errors name
-key, value and remedy.
+Invariant: a section checks itself at its declaration; only this module checks several sections together. Errors name key,
+value and remedy.
 
-Stale rollouts: in an accepted configuration, every token that may be stale has a bounded weight that corrects for the
-policy that sampled it, or a loss that needs none. The bound is on the token's weight, or (seq-mask-tis, GSPO) on the
-geometric mean over its sequence; the KL term's is `roundhouse.training.loss.KL_WEIGHT_BOUND`.
+Stale rollouts: in an accepted configuration, each token that may be stale has a bounded weight that corrects for the sampling
+policy, or a loss that needs no correction. The bound is on the token's weight, or (seq-mask-tis, GSPO) on the geometric mean
+over its sequence; the bound of the KL term is `roundhouse.training.loss.KL_WEIGHT_BOUND`.
 
-The trainer computes `old` with its initial weights, while the engine sampled with older ones. The policy's ratio
-exp(cur - old) does not contain that lag; only the mismatch correction's exp(old - gen) does, token by token even across
-a refit.
+The trainer computes `old` with its initial weights, but the engine sampled with older ones. The ratio exp(cur - old) does not
+contain that lag. Only the mismatch correction exp(old - gen) does, token by token, even across a refit.
 
-    setting                            because
-    mismatch_correction: none, auto    the gradient is that of another distribution's samples, whatever the clip
+    refused setting                    reason
+    mismatch_correction: none, auto    the gradient belongs to the samples of another distribution, with any clip
     seq-mask-tis with its defaults     0.999 to 1.002 is for rounding; a version of lag removes nearly everything
     importance_ratio: on_policy        it means cur = old = gen
     KL in the loss, unweighted         estimates the KL from tokens that the policy did not sample
-    rollout.dynamic_sampling, window   a round is judged when all of its groups are complete; a window takes quick ones before
+    rollout.dynamic_sampling, window   a round is judged after all of its groups; a window takes quick ones first
 
-Accepted: cross_entropy, which learns from chosen rollouts of any policy; `validation.recompute_tolerance`, which judges
+Accepted: cross_entropy, which learns from chosen rollouts of any policy, and `validation.recompute_tolerance`, which judges
 only sequences of the version that trains.
 """
 
@@ -65,10 +64,10 @@ if TYPE_CHECKING:
 
 
 def check_combinations(config: RunConfig, *, recorded: bool) -> None:
-    """Refuse what cannot work together.
+    """Refuse settings that cannot work together.
 
     Args:
-        recorded: the configuration is that of a stored run, which is read and not carried out.
+        recorded: the configuration belongs to a stored run; it is read, not carried out.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -101,7 +100,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
 
 
 def _judge_prices(config: RunConfig) -> None:
-    """Refuse a budget in money that the tokens of a judge would not count for."""
+    """Refuse a budget in money if a judge has no price."""
     budget, priced = config.cost.budget.money, config.cost.prices.judges
     if budget is None:
         return
@@ -122,7 +121,7 @@ def _judge_prices(config: RunConfig) -> None:
 
 
 def _environments(config: RunConfig) -> None:
-    """Refuse an environment without training tasks, and evaluations of one name."""
+    """Refuse an environment without training tasks, and two evaluations with one name."""
     environment = config.environment
     if not isinstance(environment, MixtureEnvironment) or environment.train_tasks is None:
         for key, each in environments_in(environment).items():
@@ -168,7 +167,7 @@ OWN_LIMITS: dict[str, tuple[str, ...]] = {
 
 
 def _by_environment(config: RunConfig) -> None:
-    """Refuse settings of environments that are not in the mixture, or that cannot have them."""
+    """Refuse settings for environments that are not in the mixture or do not support them."""
     mixed = config.environment.environments if isinstance(config.environment, MixtureEnvironment) else {}
     algorithm = config.train.algorithm
     learnt = algorithm.environments if isinstance(algorithm, PolicyGradient) else {}
@@ -246,8 +245,7 @@ def _groups(config: RunConfig, *, recorded: bool) -> None:
 
 
 def _unbranchable(config: RunConfig) -> Iterator[str]:
-    """Why branches cannot be made or compared, with the remedy. What only an environment knows is asked before the start
-    (preflight)."""
+    """Yield reasons against branching, with remedies. Preflight checks the environment itself."""
     rollout, algorithm = config.rollout, config.train.algorithm
     if rollout.branching is None:
         return
@@ -286,7 +284,8 @@ def _unbranchable(config: RunConfig) -> Iterator[str]:
 
 
 def _optimizer_every(config: RunConfig) -> None:
-    """A trainer that is loaded anew for each step would train up to `optimizer_every` - 1 steps again each time."""
+    """Refuse `optimizer_every` with a trainer that is loaded for each step: it would repeat up to `optimizer_every` - 1 steps
+    each time."""
     every, service = config.checkpoint.optimizer_every, config.train.service
     renewed = config.train.algorithm.reference_every
     if every > 1 and renewed is not None:
@@ -309,9 +308,8 @@ def _optimizer_every(config: RunConfig) -> None:
 
 
 def _sampling(config: RunConfig) -> None:
-    """Refuse rollouts that the trainer cannot learn from, and evaluations that cannot be sampled: an answer as long as
-    the context, or, with a custom engine, anything but greedy answers and the training distribution, for which it is
-    made."""
+    """Refuse rollouts that cannot be trained on and evaluations that cannot be sampled: an answer as long as the context, or a
+    custom engine with sampling other than greedy and the training distribution."""
     own, room, backend = config.generation.sampling, config.generation.max_model_len, config.generation.backend
     if own.max_new_tokens >= room:
         raise ValueError(
@@ -347,7 +345,7 @@ def _sampling(config: RunConfig) -> None:
 
 
 def _addresses(config: RunConfig) -> None:
-    """Refuse two addresses of one engine, and an invalid store or one that pods cannot reach."""
+    """Refuse two addresses of one engine, and a store that is invalid or out of reach of pods."""
     generation, infra, scheme = config.generation, config.infra, re.match(r"(\w*):/", config.store)
     if generation.engine_url is not None and generation.replicas != 1:
         raise ValueError(
@@ -368,7 +366,7 @@ def _addresses(config: RunConfig) -> None:
 
 
 def _trainer_as_engine(config: RunConfig) -> None:
-    """Refuse settings that a generating trainer cannot support, and settings of another engine's place or start."""
+    """Refuse settings that a generating trainer cannot support, and placement or start of another engine."""
     generation, service, placement = config.generation, config.train.service, config.placement
     options = generation.mcore_generation_config
     kind = engine_traits(generation.backend).train_service
@@ -411,7 +409,7 @@ def _trainer_as_engine(config: RunConfig) -> None:
 
 
 def _endpoint(config: RunConfig) -> None:
-    """Refuse settings that a foreign server cannot support, and settings of another engine's place or start."""
+    """Refuse settings that a foreign server cannot support, and placement or start of another engine."""
     generation, placement = config.generation, config.placement
     if generation.backend != "openai":
         return
@@ -443,7 +441,7 @@ def _endpoint(config: RunConfig) -> None:
 
 
 def _refits(config: RunConfig, *, recorded: bool) -> None:
-    """Weight transports, and treatments of running generations, that cannot work in this run.
+    """Refuse weight transports and in-flight policies that cannot work in this run.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -469,7 +467,7 @@ def _train_service(config: RunConfig) -> None:
 
 
 def _placement(config: RunConfig) -> None:
-    """Placements that cannot be, and sleep that would free nothing or stop the run.
+    """Refuse impossible placements, and a sleep that frees nothing or stops the run.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -543,7 +541,7 @@ def _shared_gpu(config: RunConfig) -> None:
 
 
 def _nodes(config: RunConfig) -> None:
-    """One flow's machine, or one reservation of a Ray cluster: nothing else can be held to."""
+    """Refuse `node` placement unless the run has one machine or one reservation of a Ray cluster."""
     generation, nearness = config.generation, config.placement.colocation
     if not isinstance(config.train.service, RayService):
         assert isinstance(config.train.service, ResidentService | ProcessService)
@@ -573,8 +571,7 @@ def _nodes(config: RunConfig) -> None:
 
 
 def _trainer_launcher(config: RunConfig) -> None:
-    """Refuse a launcher without a section in `infra`, GPUs that its processes would leave idle or lack, and unused
-    machines."""
+    """Refuse a launcher without a section in `infra`, missing or idle GPUs, and unused machines."""
     infra, service, launcher = config.infra, config.train.service, trainer_launcher(config)
     if launcher == "kubernetes" and not isinstance(infra, KubernetesInfra):
         raise ValueError(
@@ -609,7 +606,7 @@ def _trainer_launcher(config: RunConfig) -> None:
 
 
 def _placed_by_launcher(config: RunConfig) -> None:
-    """Refuse a placement of a trainer that another launcher places."""
+    """Refuse a placement if another launcher places the trainer."""
     launcher = trainer_launcher(config)
     if launcher in ("ray", "kubernetes") and (config.placement.colocation != "none" or engine_sleeps(config)):
         raise ValueError(
@@ -681,7 +678,7 @@ def _distribution(config: RunConfig) -> None:
 
 
 def _reached_by_pods(config: RunConfig, setting: str, servers: Mapping[str, str | None]) -> None:
-    """Refuse an engine, or one of `servers` (URL by key), that the pods of `setting` cannot reach.
+    """Refuse an engine or one of `servers` (URL by key) that the pods of `setting` cannot reach.
 
     Raises:
         ValueError: names the key, its value and the remedy.
@@ -714,11 +711,11 @@ def _is_loopback(url: str) -> bool:
 DEFAULT_CORRECTION = "tis"
 """Default correction for possible staleness: truncated importance sampling, which drops no token."""
 _WIDEST_ROUNDING = 1.05
-"""Upper bounds of a sequence's mean ratio below this are meant for rounding, not for other weights."""
+"""Upper bounds of a sequence's mean ratio below this allow for rounding only, not for other weights."""
 
 
 def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[str]:
-    """Everything that cannot be right of a run's configuration under this asynchrony; empty with staleness 0."""
+    """Return the faults of a configuration under this asynchrony; empty with staleness 0."""
     if asynchrony.staleness == 0:
         return []
     problems = unsound_for_old_samples(config.train.algorithm, f"asynchrony.staleness is {asynchrony.staleness}, and ")
@@ -732,10 +729,10 @@ def unsound(asynchrony: Asynchrony, config: RunConfig) -> list[str]:
 
 
 def refuse_unsound(asynchrony: Asynchrony, config: RunConfig) -> None:
-    """Refuse a combination that cannot be right.
+    """Refuse a combination that trains on a wrong gradient.
 
     Raises:
-        ConfigError: names each key, its value and what to set instead.
+        ConfigError: names each key, its value and the remedy.
     """
     if problems := unsound(asynchrony, config):
         lines = "\n".join(f"  {item}" for item in problems)
@@ -745,9 +742,9 @@ def refuse_unsound(asynchrony: Asynchrony, config: RunConfig) -> None:
 
 
 def with_correction(asynchrony: Asynchrony, config: RunConfig) -> RunConfig:
-    """The configuration with `DEFAULT_CORRECTION`, if rollouts may be stale and no correction is set.
+    """Return the configuration with `DEFAULT_CORRECTION` if rollouts may be stale and no correction is set.
 
-    A correction that was set stays, `none` too: that is then refused, not replaced silently.
+    An explicit correction stays. An explicit `none` is refused later, not replaced.
     """
     algorithm = config.train.algorithm
     chosen = "mismatch_correction" in algorithm.model_fields_set
@@ -760,13 +757,12 @@ def with_correction(asynchrony: Asynchrony, config: RunConfig) -> RunConfig:
 
 
 def unsound_for_old_samples(algorithm: TokenLoss | Any, because: str = "") -> list[str]:
-    """Return the settings of an algorithm that are wrong for tokens of another policy: key, value, reason and remedy
-    per line.
+    """Return the settings of an algorithm that are wrong for tokens of another policy: key, value, reason and remedy per line.
 
-    Cross-entropy learns from chosen rollouts of any policy.
+    Cross-entropy is accepted: it learns from chosen rollouts of any policy.
 
     Args:
-        because: reason why another policy sampled, as the beginning of the line.
+        because: reason for samples of another policy, as the beginning of the line.
     """
     if not isinstance(algorithm, TokenLoss):
         return []

@@ -26,7 +26,7 @@ class EngineTraits:
     """Kind of the train service whose weights it draws from, so that weights do not move."""
     arguments: frozenset[str] | None = frozenset()
     """Names that `generation.engine_args` accepts; None: vLLM's."""
-    refusal: str = "an engine of your own has none."
+    refusal: str = "a custom engine takes none."
     """The reason why another name is refused."""
 
 

@@ -27,7 +27,7 @@ from roundhouse.config.section import (
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/]+"), Consent("endpoint")]
 ServerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]+([-_][A-Za-z0-9]+)*$")]
-"""Without double underscores, which end it in a tool's name."""
+"""Without double underscores, which separate server and tool in a tool's name."""
 McpServers = dict[ServerName, Url]
 Problems = Annotated[int, Field(ge=2, le=100_000)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -47,10 +47,10 @@ class Judge(Section):
     """URL of an endpoint with OpenAI's chat completions, up to `/v1`. Unset: the run's engine, with the weights and
     the sampling of the rollouts."""
     service: Annotated[str, AfterValidator(_known_judge), Consent("code", role="judge")] | None = None
-    """Judge service of yours in place of an endpoint: `module:Class`, `path/to/file.py:Class` or the name of a plug-in, a
+    """Custom judge service instead of an endpoint: `module:Class`, `path/to/file.py:Class` or the name of a plug-in, a
     `roundhouse.rollout.rubric.JudgeService`."""
     model: str | None = None
-    """Name of the model there. With `service`: its name for caching and prices."""
+    """Name of the model at the endpoint. With `service`: its name for caching and prices."""
     api_key_variable: VariableName | None = None
     """Environment variable that holds the key of the endpoint."""
     instructions: str = (
@@ -65,7 +65,7 @@ class Judge(Section):
     timeout_seconds: Operational[PositiveFloat] = 60
     """Time limit of one call of an endpoint."""
     concurrency: Operational[PositiveInt] = 16
-    """Most calls in flight from one process."""
+    """Maximum number of calls in flight from one process."""
 
     @model_validator(mode="after")
     def _endpoint(self) -> Judge:
@@ -96,12 +96,12 @@ class Judge(Section):
 
     @property
     def is_own_engine(self) -> bool:
-        """The run's engine judges."""
+        """Return whether the run's engine judges."""
         return self.base_url is None and self.service is None
 
 
 class Criterion(Section):
-    """One part of a rubric or an audit: a question to the judge, or a function of yours."""
+    """One part of a rubric or an audit: a question to the judge, or a function."""
 
     question: str | None = None
     """Question to the judge about the rollout. Without `scale`, the answer is yes (1) or no (0)."""
@@ -129,11 +129,11 @@ class Criteria(Section):
     """Questions and functions that score a rollout together."""
 
     criteria: Annotated[dict[EnvironmentName, Criterion], Field(min_length=1)]
-    """By name; a rubric's are components of the reward."""
+    """Criteria by name. In a rubric each is a component of the reward."""
     judge: Judge | None = None
     """The judge of the questions. May be unset only if every criterion is a function."""
     shown: tuple[str, ...] = ()
-    """Fields of the task row that the judge is shown with the conversation, such as a right answer."""
+    """Fields of the task row that the judge sees in addition to the conversation, such as a right answer."""
 
     @model_validator(mode="after")
     def _asked(self) -> Self:
@@ -150,7 +150,7 @@ class Rubric(Criteria):
     each a component of the reward."""
 
     own_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the environment's reward, as component `environment`; 0: not used."""
+    """Weight of the environment's reward, as component `environment`. 0: omit it."""
 
     @model_validator(mode="after")
     def _own_name(self) -> Self:
@@ -162,15 +162,15 @@ class Rubric(Criteria):
 
 
 class Audit(Criteria):
-    """A second judgement of rewarded rollouts that does not change the reward. If it refuses many of them, the policy
-    is rewarded for something other than the task (alert `reward_hacking`)."""
+    """A second judgement of rewarded rollouts that does not change the reward. Many refusals mean that the policy is rewarded
+    for something other than the task (alert `reward_hacking`)."""
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the rewarded rollouts that are audited, drawn by each rollout's seed."""
     reward_at_least: float = 0.5
     """Rollouts with at least this reward count as rewarded."""
     agrees_at: Fraction = 0.5
-    """A rollout whose weighted mean of the criteria is below this is refused."""
+    """Refuse a rollout if the weighted mean of its criteria is below this."""
 
 
 class EnvironmentSection(Section):
@@ -179,15 +179,15 @@ class EnvironmentSection(Section):
     if TYPE_CHECKING:
         kind: str
     is_included: ClassVar[bool] = False
-    """Comes with Roundhouse: no call of its code blocks, and its splits are disjoint and fixed by the section."""
+    """The environment comes with Roundhouse: its calls never block, and its splits are disjoint and fixed by the section."""
     has_own_loop: ClassVar[bool] = False
-    """Its own program plays and records a rollout, with separate limits: it cannot receive recorded replies."""
+    """A separate program plays and records rollouts, under its own limits. It cannot take recorded replies."""
     sends_requests: ClassVar[bool] = False
     """Its programs send their own requests to the engine."""
     rubric: Rubric | None = None
-    """Judge every rollout by these criteria. Unset: the environment's reward stands."""
+    """Judge every rollout by these criteria. Unset: use the environment's reward."""
     audit: Audit | None = None
-    """Look again at rewarded rollouts, without changing their reward."""
+    """Judge rewarded rollouts again, without changing their reward."""
 
     def elsewhere(self) -> str:
         """Return an error with its remedy if tasks, tools and verifier cannot be loaded into this process."""
@@ -205,14 +205,14 @@ class FileEnvironment(EnvironmentSection):
 
 
 class SplitEnvironment(EnvironmentSection):
-    """Base of environments that hold problems out themselves."""
+    """Base of environments that split their own problems."""
 
     heldout_fraction: ProperFraction = 0.2
-    """Share of all problems that neither the warm start nor training ever sees."""
+    """Share of all problems that are held out from the warm start and from training."""
 
 
 class IncludedEnvironment(SplitEnvironment):
-    """Base of those that come with Roundhouse and hold problems out."""
+    """Base of the environments that come with Roundhouse."""
 
     is_included: ClassVar[bool] = True
 
@@ -226,17 +226,16 @@ class RemoteEnvironment(FileEnvironment):
     protocol: Literal["tools", "gymnasium"] = "tools"
     """`tools`: /seed_session, /<tool>, /verify. `gymnasium`: /reset, /step and, if offered, /close."""
     close_route: Annotated[str, Field(pattern=r"^/[\w./-]+$")] | None = None
-    """Route that ends a session, such as /end_session, on servers that have one but do not offer it in their answers."""
+    """Route that ends a session, such as /end_session, if the server has one but does not offer it in its answers."""
     mcp_servers: McpServers = Field(default_factory=dict)
-    """MCP servers (streamable HTTP) whose tools the policy gets as well, as `mcp__<name>__<tool>`: URL by name."""
+    """Additional MCP servers (streamable HTTP), URL by name. The policy sees their tools as `mcp__<name>__<tool>`."""
     session_mcp: bool = True
-    """Offer the policy the MCP tools of the server's answer to /seed_session, except those that the row already has.
-    False ignores the offer and saves a connection per rollout."""
+    """Offer the policy the MCP tools in the server's answer to /seed_session, except tools that the row already has. False
+    ignores the offer and saves a connection per rollout."""
     restore: Operational[Literal["none", "replay"]] = "none"
-    """Treatment of a rollout that was interrupted between two model calls. `none`: it restarts. `replay`: its finished
-    model calls are kept, and its tool calls (or steps) are repeated on a new session, in order; if an answer
-    differs, it restarts. For servers that answer the same every time and whose repeated calls change nothing outside
-    the session."""
+    """Treatment of a rollout that was interrupted between two model calls. `none`: it restarts. `replay`: its finished model
+    calls are kept, and its tool calls (or steps) are repeated in order on a new session; if an answer differs, it restarts.
+    Set `replay` only if the server always gives the same answers and repeated calls change nothing outside the session."""
 
     @model_validator(mode="after")
     def _repeatable(self) -> RemoteEnvironment:
@@ -271,24 +270,24 @@ class AgentEnvironment(FileEnvironment):
     head_server: Url | None = None
     """Base URL of a head server (/global_config_dict_yaml)."""
     head_token_variable: VariableName | None = None
-    """Environment variable that holds the bearer token that the head server asks for, if it does."""
+    """Environment variable with the bearer token for the head server, if it needs one."""
     head_token_file: SecretFile | None = None
-    """File that holds it instead, such as a mounted secret."""
+    """File with this token, such as a mounted secret."""
     agent: str | None = None
-    """Instance name, the `agent_ref.name` of rows. A row that names another is refused."""
+    """Instance name, the `agent_ref.name` of rows. A row with another name is refused."""
     tokens: Literal["items", "captured"] = "items"
     """Source of token IDs: the items that the agent returns, or the model server's record of its calls."""
     model_server: Url | None = None
-    """Base URL of the Roundhouse model server that recorded them; needed when `tokens` is `captured`."""
+    """Base URL of the Roundhouse model server that recorded the calls; needed when `tokens` is `captured`."""
     model_server_token_variable: VariableName | None = None
-    """Environment variable that holds the bearer token that it asks for, if it does."""
+    """Environment variable with the bearer token for this server, if it needs one."""
     model_server_token_file: SecretFile | None = None
-    """File that holds it instead."""
+    """File with this token."""
 
     @model_validator(mode="before")
     @classmethod
     def _names_tokens(cls, tree: Any) -> Any:
-        """Runs of earlier versions recorded `head_token: null`; a token itself was never a thing to record."""
+        """Drop `head_token: null` from recorded runs of earlier versions."""
         if not isinstance(tree, dict):
             return tree
         for key in ("head_token", "model_server_token"):
@@ -317,7 +316,7 @@ class AgentEnvironment(FileEnvironment):
 
 
 class CalculatorEnvironment(IncludedEnvironment):
-    """Two-step arithmetic `a*b+c` with a calculator tool that takes one operator a call."""
+    """Two-step arithmetic `a*b+c` with a calculator tool for one operator per call."""
 
     kind: Literal["calculator"] = "calculator"
 
@@ -331,7 +330,7 @@ class SortEnvironment(IncludedEnvironment):
 
 
 class GuessNumberEnvironment(EnvironmentSection):
-    """Find a hidden number with a tool that answers higher or lower: the policy has to discover the search."""
+    """Find a hidden number with a tool that answers higher or lower. The policy must discover the search."""
 
     is_included: ClassVar[bool] = True
     kind: Literal["guess_number"] = "guess_number"
@@ -340,7 +339,7 @@ class GuessNumberEnvironment(EnvironmentSection):
     guesses: PositiveInt = 3
     """Guesses allowed in a game."""
     games: Annotated[int, Field(ge=1, le=64)] = 1
-    """Games after each other in one rollout, each rewarded at the turn that ends it."""
+    """Consecutive games in one rollout; each is rewarded at its last turn."""
 
 
 class GeneratedProblems(IncludedEnvironment):
@@ -351,19 +350,19 @@ class GeneratedProblems(IncludedEnvironment):
 
 
 class ArithmeticChainEnvironment(GeneratedProblems):
-    """Nested arithmetic with a calculator tool that takes one operator a call."""
+    """Nested arithmetic with a calculator tool for one operator per call."""
 
     kind: Literal["arithmetic_chain"]
     operators: Annotated[int, Field(ge=2, le=12)] = 3
-    """Operators of an expression, hence calculator calls that it takes."""
+    """Operators of an expression, equal to the number of calculator calls."""
 
 
 class LookupEnvironment(GeneratedProblems):
-    """Follow keys through a table that only a tool can see."""
+    """Follow keys through a table that is visible only to a tool."""
 
     kind: Literal["lookup"]
     hops: PositiveInt = 3
-    """The longest walk."""
+    """Maximum length of the path."""
     entries: Annotated[int, Field(ge=4, le=60)] = 12
     """Words in a table; words off the path are distractors."""
 
@@ -381,7 +380,7 @@ class CountdownEnvironment(GeneratedProblems):
     numbers: Annotated[int, Field(ge=2, le=6)] = 3
     """Number of given numbers."""
     largest: Annotated[int, Field(ge=4, le=99)] = 12
-    """They lie in 1..largest."""
+    """Range of the numbers: 1..largest."""
 
 
 class SudokuEnvironment(GeneratedProblems):
@@ -393,11 +392,11 @@ class SudokuEnvironment(GeneratedProblems):
 
 
 class WarehouseEnvironment(GeneratedProblems):
-    """Look at shelves, move goods and ship them: the final state is judged."""
+    """Inspect shelves, move goods and ship them. The final state is judged."""
 
     kind: Literal["warehouse"]
     most: Annotated[int, Field(ge=2, le=99)] = 9
-    """Most of one good on a shelf."""
+    """Maximum quantity of one good on a shelf."""
     orders: Annotated[int, Field(ge=1, le=20)] = 1
     """Orders of a rollout: each shipment but the last brings the next one, with other stock on the shelves."""
 
@@ -408,9 +407,9 @@ class SqlWorldEnvironment(GeneratedProblems):
     kind: Literal["sql_world"]
     problems: Problems = 2000
     worlds: Annotated[int, Field(ge=1, le=10_000)] = 100
-    """Different contents of the tables."""
+    """Number of different table contents."""
     changes: Fraction = 0.3
-    """Share of assignments that change the data instead of asking for some."""
+    """Share of assignments that change data instead of reading it."""
 
 
 class CodeEnvironment(GeneratedProblems):
@@ -419,13 +418,14 @@ class CodeEnvironment(GeneratedProblems):
     kind: Literal["code"]
     problems: Problems = 1000
     steps: Annotated[int, Field(ge=1, le=6)] = 3
-    """Most steps of a function."""
+    """Maximum number of steps of a function."""
     concurrency: PositiveInt = 2
-    """Most processes that run answers at once, in each process that has the environment; never more than there are cores."""
+    """Maximum number of processes that run answers at once, per process with the environment. The number of cores is an upper
+    limit."""
 
 
 class TerminalEnvironment(GeneratedProblems):
-    """Chores in a file tree, done with commands in a sandbox: the final tree is judged."""
+    """Tasks in a file tree, solved with commands in a sandbox. The final tree is judged."""
 
     kind: Literal["terminal"]
     problems: Problems = 1000
@@ -436,14 +436,14 @@ class TerminalEnvironment(GeneratedProblems):
 
 
 class BugFixEnvironment(GeneratedProblems):
-    """Repair a small Python repository in a sandbox: hidden tests judge the sources that are left, in a fresh one."""
+    """Repair a small Python repository in a sandbox. Hidden tests judge the resulting sources in a fresh sandbox."""
 
     kind: Literal["bug_fix"]
     problems: Problems = 500
     functions: Annotated[int, Field(ge=2, le=8)] = 4
     """Functions of a repository, one of them with a bug."""
     sandbox: SandboxConfig = LocalSandbox()
-    """Sandbox of the commands. It must have python3."""
+    """Sandbox of the commands. It needs python3."""
 
 
 class InstructionConstraintsEnvironment(GeneratedProblems):
@@ -451,7 +451,7 @@ class InstructionConstraintsEnvironment(GeneratedProblems):
 
     kind: Literal["instruction_constraints"]
     constraints: Annotated[int, Field(ge=1, le=6)] = 3
-    """Most constraints of a prompt."""
+    """Maximum number of constraints per prompt."""
 
 
 QuestionFamily = Literal[
@@ -460,7 +460,7 @@ QuestionFamily = Literal[
 
 
 class ShortQuestionsEnvironment(IncludedEnvironment):
-    """Single turn: short questions of general knowledge, for a pretrained language model."""
+    """Single turn: short general-knowledge questions, for a pretrained language model."""
 
     kind: Literal["short_questions"]
     families: Annotated[tuple[QuestionFamily, ...], Field(min_length=1)] = (
@@ -469,7 +469,7 @@ class ShortQuestionsEnvironment(IncludedEnvironment):
     """Kinds of questions. sentences, explanations and greetings require more than an answer, to evaluate other
     abilities."""
     max_tokens: PositiveInt = 16
-    """An answer counts within so many tokens."""
+    """Token limit of a reply. A reply that reaches it loses part of the reward."""
     heldout_fraction: ProperFraction = 0.33
 
 
@@ -483,7 +483,7 @@ class FrozenLakeEnvironment(GeneratedProblems):
     holes: Annotated[int, Field(ge=0)] = 4
     """Holes in a lake."""
     steps: Annotated[int, Field(ge=3)] = 10
-    """Moves of an episode; rollout.max_turns should be no smaller."""
+    """Moves of an episode; rollout.max_turns should be at least as large."""
 
     @model_validator(mode="after")
     def _fits(self) -> FrozenLakeEnvironment:
@@ -493,7 +493,7 @@ class FrozenLakeEnvironment(GeneratedProblems):
 
 
 class WorkerEnvironment(EnvironmentSection):
-    """Rollouts played by a worker class of yours (or a built-in one) over the items of a data file."""
+    """Rollouts played by a worker class (custom or built-in) over the items of a data file."""
 
     has_own_loop: ClassVar[bool] = True
     kind: Literal["worker"]
@@ -503,25 +503,26 @@ class WorkerEnvironment(EnvironmentSection):
     evaluator: Code[str | None] = None
     """Evaluator class, named in the same way; unset: the worker's own."""
     workspace: Code[str | None] = None
-    """Directory that relative paths of classes begin at, before NEXRL_PATH and the working directory; its files can import
-    each other. `${CONFIG_DIR}` is the directory of the configuration file."""
+    """First directory for relative paths of classes, before NEXRL_PATH and the working directory. Its files can import each
+    other. `${CONFIG_DIR}` is the directory of the configuration file."""
     train_data: DataFile[str]
-    """Items for training: a .parquet, .csv or .jsonl file, or what `data_loader` reads."""
+    """Items for training: a .parquet, .csv or .jsonl file, or a source that `data_loader` reads."""
     heldout_data: DataFile[str | None] = None
     """Items for evaluation."""
     data_loader: Annotated[str, Consent("code", frozenset(("file", "torch", "mock")))] = "file"
-    """Reader of the items: `file` (NexRL's name is `torch`; several files are separated by commas), `mock` (invented items,
-    as many as the number that stands for the file), or a `BaseDataLoader`, named like a worker. It is made with the file
-    and `is_validate`, and returns the tasks in its order; `epochs`, `shuffle`, `drop_last` and `max_prompt_tokens` of
-    `rollout` decide how a run draws them."""
+    """Reader of the items. `file`: one file or several, separated by commas (NexRL's name is `torch`). `mock`: invented items;
+    the file is their number. Or a `BaseDataLoader`, named like a worker: it is created with the file and `is_validate`, and
+    returns the tasks in its order. `epochs`, `shuffle`, `drop_last` and `max_prompt_tokens` of `rollout` decide how a run
+    draws them."""
     max_retries: Operational[Annotated[int, Field(ge=0)]] = 0
-    """Number of repetitions of a model call that the engine could not answer, with the pauses of `rollout.retry`,
-    before its rollout fails and is retried as a whole."""
+    """Number of retries of a failed model call, with the pauses of `rollout.retry`. Then the rollout fails and is retried from
+    its start."""
     parameters: Annotated[
         Parameters,
         Consent("parameters", code_keys=("nexau_agent_config_path", "nexau_agent_workspace", "evaluator_module_path")),
     ] = Field(default_factory=dict)
-    """Further keyword arguments of the worker's class. A secret is named: `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
+    """Further keyword arguments of the worker's class. Name a secret by its place: `api_key: {variable: JUDGE_KEY}` or `{file:
+    …}`."""
 
     def elsewhere(self) -> str:
         return (
@@ -531,20 +532,20 @@ class WorkerEnvironment(EnvironmentSection):
 
 
 class CommandEnvironment(FileEnvironment):
-    """Rollouts played by a program of yours, started once per rollout, which calls the policy at a separate base URL."""
+    """Rollouts played by a program. It starts once per rollout and calls the policy at a separate base URL."""
 
     has_own_loop: ClassVar[bool] = True
     kind: Literal["command"]
     command: Code[Annotated[tuple[str, ...], Field(min_length=1)]]
-    """The program and its arguments. It runs in an empty directory. Its environment has the base URL and a key in the
-    variables of the OpenAI and Anthropic SDKs, and the paths of its task and of its optional result. A word that is
-    the path of an existing file is passed as its absolute path."""
+    """The program and its arguments. It runs in an empty directory. Its environment has the base URL and a key in the variables
+    of the OpenAI and Anthropic SDKs, and the paths of its task and of its optional result. An argument that is the path of an
+    existing file is passed as its absolute path."""
     verifier: Target | None = None
-    """`module:function` or `path/to/file.py:function` of (task row, `CommandOutcome`), which returns the reward or a
-    `Verdict`. Unset: the program writes its result file with a reward in it."""
+    """`module:function` or `path/to/file.py:function` of (task row, `CommandOutcome`) that returns the reward or a `Verdict`.
+    Unset: the program writes the reward to its result file."""
     variables: tuple[VariableName, ...] = ()
-    """Environment variables of the collector that the program gets too, in addition to PATH, HOME and the like. A secret
-    reaches it only so."""
+    """Environment variables of the collector that the program gets in addition to PATH, HOME and the like. This is the only way
+    to pass a secret."""
 
     def elsewhere(self) -> str:
         return (
@@ -554,28 +555,28 @@ class CommandEnvironment(FileEnvironment):
 
 
 class NemoGymEnvironment(FileEnvironment):
-    """NeMo Gym's servers, started by the run with its engine behind their model servers, watched, and ended with it.
-    The agent named in each row (`agent_ref.name`) plays it."""
+    """NeMo Gym's servers. The run starts them with its engine as their model, watches them, and stops them at the end. The
+    agent named in each row (`agent_ref.name`) plays it."""
 
     has_own_loop: ClassVar[bool] = True
     sends_requests: ClassVar[bool] = True
     kind: Literal["nemo_gym"]
     config_paths: Code[Annotated[tuple[str, ...], Field(min_length=1)]]
-    """NeMo Gym's configuration files, as `roundhouse gym start` takes them."""
+    """NeMo Gym's configuration files, as for `roundhouse gym start`."""
     overrides: Code[tuple[str, ...]] = ()
     """Further settings: `+key=value`, `++key=value`, `key=value`, `~key`."""
     agent: str | None = None
-    """The agent of rows that name none. Unset: the only agent that there is."""
+    """Agent of rows without one. Unset: the only configured agent."""
     ours: bool = True
-    """Put Roundhouse's agent and model servers in the place of NeMo Gym's of the same contract."""
+    """Replace NeMo Gym's agent and model servers by Roundhouse's servers with the same contract."""
     search_dirs: Code[tuple[str, ...]] = ()
-    """Directories in which relative paths are looked up first."""
+    """First directories for relative paths."""
     python: Code[str | None] = None
-    """Interpreter for all foreign servers, instead of a virtual environment each."""
+    """One interpreter for all foreign servers, instead of a virtual environment for each."""
     start_timeout_seconds: Operational[PositiveFloat] = 300
     """Time limit until all servers answer, before the first iteration."""
     restarts: Operational[Annotated[int, Field(ge=0)]] = 3
-    """Number of restarts of each server that ended by itself."""
+    """Maximum number of restarts of each server that ended unexpectedly."""
 
     def elsewhere(self) -> str:
         return (
@@ -585,7 +586,7 @@ class NemoGymEnvironment(FileEnvironment):
 
 
 class CustomEnvironment(EnvironmentSection):
-    """An environment of your own, imported by name."""
+    """A custom environment, imported by name."""
 
     kind: Literal["custom"]
     target: Target
@@ -593,13 +594,13 @@ class CustomEnvironment(EnvironmentSection):
     `roundhouse.environments.base.GymnasiumEnvironment`. A relative path starts at the working directory;
     `${CONFIG_DIR}` is the directory of the configuration file."""
     parameters: Parameters = Field(default_factory=dict)
-    """Keyword arguments of the class. A secret is named, as `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
+    """Keyword arguments of the class. Name a secret by its place: `api_key: {variable: JUDGE_KEY}` or `{file: …}`."""
     mcp_servers: McpServers = Field(default_factory=dict)
-    """MCP servers (streamable HTTP) whose tools the policy gets as well, as `mcp__<name>__<tool>`: URL by name."""
+    """Additional MCP servers (streamable HTTP), URL by name. The policy sees their tools as `mcp__<name>__<tool>`."""
 
 
 class DatasetEnvironment(EnvironmentSection):
-    """Rows of a data file, judged by reward functions of yours."""
+    """Rows of a data file, judged by reward functions."""
 
     kind: Literal["dataset"]
     data: DataFile[str]
@@ -610,15 +611,15 @@ class DatasetEnvironment(EnvironmentSection):
     split: str = "train"
     """Split of a Hugging Face data set to read."""
     prompt: str = "prompt"
-    """Column of the prompt: a text, which is the user's message, or a list of messages."""
+    """Column of the prompt: a text (the user's message) or a list of messages."""
     reward: Code[Target | Annotated[tuple[Target, ...], Field(min_length=1)]]
-    """`path/to/file.py:function` or `module:function`, or a list of them, whose weighted sum is the reward. With TRL's
-    parameters, `f(prompts, completions, **columns)`, a function gets lists and returns a list of numbers or None; with the
-    plain ones, `f(completion, **columns)`, it returns a number."""
+    """`path/to/file.py:function` or `module:function`, or a list of them; the reward is their weighted sum. With TRL's
+    parameters, `f(prompts, completions, **columns)`, a function gets lists and returns a list of numbers or None. With the
+    plain parameters, `f(completion, **columns)`, it returns a number."""
     reward_weights: tuple[float, ...] = ()
     """A weight for each function. Unset: 1."""
     heldout: ProperFraction = 0.2
-    """Share of the prompts that training never sees."""
+    """Share of the prompts that are held out from training."""
 
     @model_validator(mode="after")
     def _fits(self) -> DatasetEnvironment:
@@ -640,19 +641,19 @@ SingleEnvironment = Annotated[EnvironmentSection, Kinds("environment", besides=(
 
 
 class MixtureEnvironment(Section):
-    """Several environments in one run. Every task belongs to one of them: its `task_id`, its group and its rollouts begin with
-    the environment's name, and each environment has its own metrics and its own held-out tasks."""
+    """Several environments in one run. Each task belongs to one of them: its `task_id`, its group and its rollouts begin with
+    the environment's name. Each environment has separate metrics and held-out tasks."""
 
     kind: Literal["mixture"]
     environments: Annotated[dict[EnvironmentName, SingleEnvironment], Field(min_length=1)]
-    """The environments by name, each a section as `environment` itself."""
+    """Environments by name. Each is a section like `environment` itself."""
     weights: dict[EnvironmentName, PositiveFloat] = Field(default_factory=dict)
     """Draw frequency of each environment's tasks, relative to the others; 1 if unset."""
     train_tasks: DataFile[str | None] = None
-    """JSON lines file of training task rows of all environments, as a blend of NeMo Gym: `agent_ref.name` of a row names the
-    environment that plays it. Unset: each environment's own tasks, by weight."""
+    """JSON lines file with training task rows of all environments, as in a blend of NeMo Gym: `agent_ref.name` names the
+    environment of a row. Unset: each environment's own tasks, by weight."""
     heldout_tasks: DataFile[str | None] = None
-    """The same for held-out task rows. Unset: each environment's own, in turn."""
+    """As `train_tasks`, for held-out task rows. Unset: each environment's own, in turn."""
 
     @model_validator(mode="after")
     def _names(self) -> MixtureEnvironment:
@@ -706,7 +707,7 @@ def _in_a_server(kind: str, url: str | None) -> str:
 
 
 def environments_in(config: EnvironmentConfig) -> dict[str, SingleEnvironment]:
-    """The environments of a configuration by the key of their section: one, or those of a mixture."""
+    """Return the environments of a configuration, keyed by their section: one, or all of a mixture."""
     if isinstance(config, MixtureEnvironment):
         return {f"environment.environments.{name}": each for name, each in config.environments.items()}
     return {"environment": config}

@@ -1,22 +1,19 @@
 """Plan of an iteration's rollouts: its tasks, the rollouts of each, rounds of dynamic sampling, and curricula.
 
-Invariants: a plan is a pure function of rows, group size, run seed and iteration, so a resumed run on any machine makes
-the same plan. Rollout IDs are unique. A rollout's seed depends only on run seed, iteration, group and sample.
-Consecutive iterations walk through epochs, each a shuffle of all tasks (or their order); no task repeats within an
-epoch. With `drop_last`, an epoch ends before a remainder smaller than an iteration, so no iteration spans two epochs.
+Invariants: a plan is a pure function of rows, group size, run seed and iteration, so a resumed run makes the same plan on any
+machine. Rollout IDs are unique. A rollout's seed depends only on run seed, iteration, group and sample. Consecutive
+iterations walk through epochs, each a shuffle of all tasks (or their order); no task repeats within an epoch. With
+`drop_last`, an epoch ends before a remainder smaller than an iteration, so that each iteration belongs to one epoch.
 
     rows a b, group size 2        ->  a/0 a/1 b/0 b/1
-    rows a b c, 2 an iteration    ->  c a | b · a | b c      (· begins epoch 1)
+    rows a b c, 2 per iteration   ->  c a | b · a | b c      (· begins epoch 1)
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) draws rounds of tasks until enough groups have spread. A round's
-tasks depend only on (run seed, iteration, round). All rounds belong to one collect stage, so a resumed attempt repeats
-the rounds and generates only missing rollouts. All rollouts stay on record; validation omits surplus groups.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) draws rounds of tasks until enough groups have spread. A round's tasks
+depend only on (run seed, iteration, round). All rounds belong to one collect stage, so a resumed attempt repeats the rounds
+and generates only missing rollouts. All rollouts are recorded; validation omits surplus groups.
 
-A curriculum replaces epochs: it orders tasks by weights from their recorded rewards (`Curriculum.weights`).
-`recorded_draw` selects these records from the store: the last `rollout.curriculum.window` iterations that trained the
-oldest policy version allowed for the draw. The selection is fixed before the first rollout starts, so a repeated draw
-is equal after a kill or on another machine. Skipped iterations, failed and masked rollouts, branches, and iterations of
-a fork's parent do not count. docs/curriculum.md has the details.
+A curriculum replaces epochs: it orders tasks by weights from their recorded rewards (`Curriculum.weights`). `recorded_draw`
+reads these records; docs/curriculum.md has the rules of selection.
 """
 
 from __future__ import annotations
@@ -50,9 +47,9 @@ from roundhouse.trajectories.storable import storable_text
 from roundhouse.user_code import lock_limit
 
 ROW_PROBLEM = "row_problem"
-"""Field of a planned row that no rollout can be played of, with the reason."""
+"""Field of a planned row that cannot be played, with the reason."""
 TaskHistory = Mapping[str, Sequence[Sequence[float]]]
-"""By task_id the rewards of its recorded groups, oldest first; only groups in which a rollout has a reward to train on."""
+"""Rewards of the recorded groups by task_id, oldest first. Groups without a reward to train on are omitted."""
 
 
 class Curriculum(ABC):
@@ -60,7 +57,7 @@ class Curriculum(ABC):
 
     @abstractmethod
     def weights(self, tasks: Sequence[TaskRow], history: TaskHistory) -> Sequence[float]:
-        """The weight of each task: how often it is drawn relative to the others. 0: never. Pure."""
+        """Return the weight of each task: its draw frequency relative to the others (0: never). Must be pure."""
 
     def metrics(self, drawn: Sequence[TaskRow], history: TaskHistory) -> dict[str, float]:
         """Return the draw's metrics; names begin with `curriculum/`."""
@@ -69,7 +66,7 @@ class Curriculum(ABC):
 
 
 class SuccessBandCurriculum(Curriculum):
-    """Weight 1 in a band of success rates, falling off outside; see `SuccessBand`."""
+    """Weight 1 in a band of success rates, less outside; see `SuccessBand`."""
 
     def __init__(self, config: SuccessBand) -> None:
         self._config = config
@@ -102,7 +99,8 @@ class SuccessBandCurriculum(Curriculum):
 
 
 def mean_reward(groups: Sequence[Sequence[float]]) -> float:
-    """Over all rollouts of the groups, rounded once, so that their order does not matter; 0 for none."""
+    """Return the mean over all rollouts of the groups, 0 without rollouts. It is rounded once, so their order does not
+    matter."""
     rewards = [reward for group in groups for reward in group]
     return math.fsum(rewards) / len(rewards) if rewards else 0.0
 
@@ -127,10 +125,10 @@ def draw_epochs(config: Epochs) -> None:
 
 
 def load_custom(config: CustomCurriculum) -> Curriculum:
-    """Make a curriculum of a user's own class.
+    """Create a curriculum from a custom class.
 
     Raises:
-        ConfigError: it cannot be imported or made.
+        ConfigError: the class cannot be imported or created.
     """
     found: type[Curriculum] = load_class(config.target, Curriculum, "rollout.curriculum.target")
     try:
@@ -145,10 +143,10 @@ def load_custom(config: CustomCurriculum) -> Curriculum:
 def weighted_order(
     curriculum: Curriculum, tasks: Sequence[TaskRow], history: TaskHistory, seed: int, iteration: int
 ) -> list[TaskRow]:
-    """All tasks with a weight above 0, as if drawn one after another by weight and not put back.
+    """Return all tasks with a weight above 0, drawn by weight without replacement.
 
-    Each has the key E / weight, E exponentially distributed, and the smallest key comes first (Efraimidis and Spirakis 2006,
-    "Weighted random sampling with a reservoir").
+    Each task has the key E / weight, with E exponentially distributed, and the smallest key comes first (Efraimidis and
+    Spirakis 2006, "Weighted random sampling with a reservoir").
 
     Raises:
         ConfigError: the weights are not one finite number of at least 0 for each task.
@@ -193,10 +191,10 @@ class RecordedDraw:
     """Recorded rewards that decide an iteration's draw."""
 
     curriculum: Curriculum | None = None
-    """None: in epochs, by nothing that is recorded."""
+    """None: draw in epochs, without records."""
     history: TaskHistory = field(default_factory=dict)
     inputs: dict[str, Reference] = field(default_factory=dict)
-    """The collect stages that count, as `drawn_by_<iteration>`."""
+    """The collect stages of the records, as `drawn_by_<iteration>`."""
 
     def metrics(self, drawn: Sequence[TaskRow]) -> dict[str, float]:
         """Return the draw's metrics; empty without a curriculum."""
@@ -204,10 +202,10 @@ class RecordedDraw:
 
 
 def recorded_draw(run: Run, version: int) -> RecordedDraw:
-    """Read the recorded rewards for a draw whose rollouts may start on this policy version.
+    """Read the recorded rewards for a draw; its rollouts may start on this policy version.
 
     Raises:
-        ConfigError: the curriculum cannot be imported or made.
+        ConfigError: the curriculum cannot be imported or created.
         StoreError: a required collect stage is damaged.
     """
     config = run.config.rollout.curriculum
@@ -229,7 +227,7 @@ def recorded_draw(run: Run, version: int) -> RecordedDraw:
 
 @lru_cache(maxsize=KEPT_STAGES)
 def _rewards(reference: str) -> list[tuple[str, tuple[float, ...]]]:
-    """Task and rewards of each group of a collect stage, in the order in which they were written."""
+    """Return task and rewards of each group of a collect stage, in the order of writing."""
     columns = ["group_id", "status", "reward", "task"]
     table = read_table(Reference.model_validate_json(reference), "rollouts")
     if "branched_from" in table.column_names:  # a branch starts in the middle of a task
@@ -259,7 +257,7 @@ class RolloutSpec:
     row: TaskRow
     seed: int
     branch: BranchPoint | None = None
-    """None: from its task."""
+    """None: the rollout starts from its task."""
 
     @property
     def rollout_id(self) -> str:
@@ -271,16 +269,16 @@ class BranchPoint:
     """Turn at which a branch leaves its source rollout."""
 
     rollout: Rollout
-    """Whole, with its items and turns."""
+    """The source, with its items and turns."""
     turn: int
-    """The first that is made anew."""
+    """The first turn that is sampled again."""
 
 
 def branch_spec(rollout: Rollout, turn: int, sample: int, taken: Container[str] = ()) -> RolloutSpec:
-    """Return branch `sample` of a rollout's turn. The branches of one turn are a group: `calc/7/0@2` of turn 2 of `calc/7/0`.
+    """Return branch `sample` of a rollout's turn. The branches of one turn are a group: `calc/7/0@2` for turn 2 of `calc/7/0`.
 
     Args:
-        taken: ids of other groups, which the branches' group must not have.
+        taken: ids of other groups, which this group must avoid.
     """
     seed = derive_seed(rollout.seed, "branch", turn, sample)
     group_id = unused_id(f"{rollout.rollout_id}@{turn}", taken)
@@ -300,12 +298,12 @@ def plan_rollouts(
     named_by_iteration: bool = False,
     tasks: Sequence[TaskRow] | None = None,
 ) -> list[RolloutSpec]:
-    """Return `group_size` specs per row. A task that repeats in the plan makes a separate group, `<task_id>#2`.
+    """Return `group_size` specs per row. A repeated task becomes a separate group, `<task_id>#2`.
 
     Args:
         named_by_iteration: name groups `<task_id>@<iteration>`, for datasets with groups of several iterations. Seeds
             do not change.
-        tasks: all tasks that rows are drawn from, whose IDs generated names must avoid; by default the rows.
+        tasks: all tasks of the draw; generated names must avoid their IDs. By default the rows.
 
     Raises:
         DataError: a row has no task_id.
@@ -351,7 +349,7 @@ def reorder(results: Iterable[tuple[int, T]], count: int) -> list[T]:
     """Return results in plan order, given by plan index.
 
     Raises:
-        ReorderError: indexes are missing, duplicate, outside 0..count-1 or not integers; the text names all of them.
+        ReorderError: indexes are missing, duplicate, outside 0..count-1 or not integers; the message names all of them.
     """
     results_by_index: dict[int, T] = {}
     duplicate, outside = set(), set()
@@ -392,7 +390,7 @@ class WeightedTasks(Sequence[TaskRow]):
         self._bounds = tuple(bounds[:-1])  # positions above all bounds belong to the last environment
 
     def names(self, begin: int, end: int) -> list[str]:
-        """The environments of the positions from `begin` to before `end`."""
+        """Return the environments of the positions from `begin` to before `end`."""
         known = list(self.tasks)
         return [known[bisect_right(self._bounds, place * GOLDEN % 1.0)] for place in range(begin, end)]
 
@@ -413,12 +411,12 @@ class WeightedTasks(Sequence[TaskRow]):
 
 GOLDEN = (5**0.5 - 1) / 2
 BLOCK = 2**16
-"""Positions that are counted at once: a scheduled collection has billions before its own."""
+"""Number of positions counted at once: a scheduled collection has billions of earlier positions."""
 
 
 @lru_cache(maxsize=64)
 def _weyl_below(bounds: tuple[float, ...], end: int) -> list[int]:
-    """Count, per bound, the positions before `end` whose Weyl value is below it."""
+    """Count, per bound, the positions before `end` with a Weyl value below it."""
     below = [0] * len(bounds)
     places = np.arange(BLOCK, dtype=np.float64)
     for begin in range(0, end, BLOCK):
@@ -471,13 +469,13 @@ def sample_tasks(
 def _in_epochs(
     rows: Sequence[TaskRow], seed: int, positions: Sequence[tuple[int, int]], shuffle: bool
 ) -> list[TaskRow]:
-    """The rows at these (epoch, place)s."""
+    """Return the rows at these (epoch, place) pairs."""
     orders = {epoch: epoch_order(len(rows), seed, epoch) if shuffle else range(len(rows)) for epoch in dict(positions)}
     return [rows[orders[epoch][place]] for epoch, place in positions]
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """The places of `count` rows in the order of a shuffled epoch."""
+    """Return the places of `count` rows in the order of a shuffled epoch."""
     order = list(range(count))
     random.Random(derive_seed(seed, "task order", epoch)).shuffle(order)
     return order
@@ -532,16 +530,16 @@ class Sampled:
     """Result of an iteration's rounds."""
 
     tasks: list[TaskRow]
-    """Drawn in all rounds."""
+    """Tasks of all rounds."""
     rollouts: list[Rollout]
     """Rollouts of all rounds, in plan order."""
     rounds: int
     dynamic: bool
-    """There were to be as many rounds as it takes. Otherwise there was one, and all its groups are trained on."""
+    """True: rounds were drawn until enough groups had spread. False: one round, and all its groups are trained on."""
     kept: list[str]
-    """Groups to train on, at most as many as tasks were wanted."""
+    """Groups to train on, at most `prompts_per_iteration`."""
     surplus: list[str]
-    """Groups with spread beyond these."""
+    """Further groups with spread."""
 
     def metrics(self) -> dict[str, float]:
         """Return the number of rounds, the share of omitted groups and the mean reward of the rest."""
@@ -559,7 +557,7 @@ class Sampled:
         }
 
     def details(self) -> dict[str, Any]:
-        """For the manifest; validation reads it."""
+        """Return the details for the manifest; validation reads them."""
         if not self.dynamic:
             return {}
         return {"dynamic_sampling": {"rounds": self.rounds, "kept": self.kept, "surplus": self.surplus}}
@@ -632,7 +630,7 @@ def round_tasks(
     """Return the tasks of round `number` (1, 2, …).
 
     With a curriculum, draw by its weights. Otherwise the first round takes the iteration's part of the epoch, and later
-    rounds shuffle anew.
+    rounds use new shuffles.
 
     Args:
         first_draw: the iteration that draws the first tasks of the first epoch (`Run.first_draw`).

@@ -1,29 +1,25 @@
-"""Changes to a transformers model for training: packed attention, recomputed activations, leaner norms, low-rank
-adapters.
+"""Changes to a transformers model for training: packed attention, recomputed activations, leaner norms, LoRA adapters.
 
 Invariant: no change alters a value beyond rounding. The model stays in eval mode, so layers have no randomness.
 
 **Packed attention** (`packed_attention`, registered as `PACKED`) is block-diagonal causal attention over a packed row,
-without a mask:
-a position attends to the earlier tokens of its own sequence. Each span of the row (`packing.Span`) becomes a
-right-padded rectangle in
-one causal scaled-dot-product call. No real query sees padding, and outputs of padding are dropped. Cost is linear in
-the row and
-quadratic only in a sequence. A shared prompt's keys and values precede each sequence's, with a mask that is causal
-after them.
+without a mask: a position attends to the earlier tokens of the same sequence. Each span of the row (`packing.Span`) becomes a
+right-padded rectangle in one causal scaled-dot-product call. No real query sees padding, and outputs of padding are dropped.
+Cost is linear in the row and quadratic only in a sequence. Keys and values of a shared prompt precede those of each sequence;
+the mask is causal after them.
 
-**Norms** (`replace_norms`) keep one tensor for backward instead of four, and take 0.4 of the time on tiny CPU policies.
-A norm is replaced only if it equals y = w · x / √(mean(x²) + ε) on random inputs, and only for float32. With r =
-1/√(mean(x²) + ε), n = x · r and upstream gradient g, over the last axis:
+**Norms** (`replace_norms`) keep one tensor for backward instead of four, and take 0.4 of the time on tiny CPU policies. A
+norm is replaced only if it equals y = w · x / √(mean(x²) + ε) on random inputs, and only for float32. With r = 1/√(mean(x²) +
+ε), n = x · r and upstream gradient g, over the last axis:
 
     ∂/∂w = Σ g · n        ∂/∂x = r · (g·w − n · mean(g·w·n))
 
-**Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685): the published model is W + (alpha / rank) · B · A in every
-adapted matrix, an ordinary Hugging Face directory. Training continues bit for bit, because the frozen matrices are
-stored next to the adapter:
+**Low-rank adapters** (`attach`; LoRA, arXiv 2106.09685): the published model is W + (alpha / rank) · B · A in every adapted
+matrix, an ordinary Hugging Face directory. The frozen matrices are stored next to the adapter, so training continues bit for
+bit:
 
     model.safetensors                                           merged
-    trainer/adapter_model.safetensors, adapter_config.json      the adapter, as peft and vLLM load it
+    trainer/adapter_model.safetensors, adapter_config.json      the adapter, in the format of peft and vLLM
     trainer/base.safetensors                                    the frozen matrices that have an adapter
 
 A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. Dropout is not used.
@@ -62,7 +58,7 @@ PACKED = "roundhouse_packed"
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks, in order.
+    """Return the repeated blocks, in order.
 
     Raises:
         ConfigError: the model does not mark them.
@@ -79,8 +75,8 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only each layer's input for backward, and recompute the rest.
 
-    transformers recomputes layers whose `training` flag is set. Only the layer itself is flagged: the modules inside
-    stay in eval mode, so dropout stays off.
+    transformers recomputes layers with a set `training` flag. Only the layer itself is flagged: its modules stay in eval
+    mode, so dropout stays off.
     """
     layers = decoder_layers(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -110,10 +106,10 @@ class _RootMeanSquare(torch.autograd.Function):
 
 
 def replace_norms(model: torch.nn.Module, *, tried: bool = True) -> int:
-    """Use the function above in every norm of the model that it computes; how many those are.
+    """Replace every norm of the model that equals `_RootMeanSquare`, and return their number.
 
     Args:
-        tried: compare on random numbers first; False on a model without numbers.
+        tried: compare on random inputs first; False for a model with empty parameters.
     """
     replaced = 0
     for module in model.modules():
@@ -149,7 +145,7 @@ def _forward(
 
 
 class _Pad(torch.autograd.Function):
-    """[n, …] → [cells, …]. Padding cells get no gradient by construction, so the gradient is read back, not summed."""
+    """[n, …] → [cells, …]. Padding cells have no gradient, so the backward pass gathers instead of summing."""
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
@@ -191,7 +187,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
+    """Compute attention for the interface of transformers: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
 
     Args:
         context: with one, T are this rank's positions of the row that the spans cover.
@@ -239,7 +235,7 @@ def _attend(
     prompt: tuple[torch.Tensor, torch.Tensor] | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D].
+    """Compute causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D].
 
     Args:
         prompt: key and value of the prompt before each sequence of the span, [its length, K, D].
@@ -274,7 +270,7 @@ def check_packable(model: PreTrainedModel) -> None:
     """Refuse a model in which a packed sequence could see its neighbour.
 
     Raises:
-        ConfigError: the model has layers other than full attention, or does not take another attention function.
+        ConfigError: the model has layers other than full attention, or does not accept another attention function.
     """
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     other = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -286,12 +282,12 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def register_packed_attention() -> None:
-    """Make the attention known to transformers; repeating it changes nothing."""
+    """Register the attention with transformers; repeating it changes nothing."""
     AttentionInterface.register(PACKED, packed_attention)
 
 
 def put_value_head(model: PreTrainedModel) -> None:
-    """One output, in the place of one for each token: hidden states to a value, which is 0 everywhere at first."""
+    """Replace the output layer by a value head: hidden states to one value, initially 0."""
     width = model.get_output_embeddings().weight.shape[1]
     head = torch.nn.Linear(width, 1)
     torch.nn.init.zeros_(head.weight)
@@ -300,7 +296,7 @@ def put_value_head(model: PreTrainedModel) -> None:
 
 
 def restore_value_head(model: PreTrainedModel, directory: Path) -> None:
-    """Load the head from the files of a saved critic, each rank its part.
+    """Load the head from the files of a saved critic; each rank loads its part.
 
     Raises:
         DataError: the files have no head.
@@ -327,7 +323,7 @@ _PREFIX = "base_model.model."
 
 
 def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Path | None, directory: Path) -> None:
-    """Freeze the model, whose parameters may be empty, and attach fresh adapters; do nothing without `config`.
+    """Freeze the model and attach fresh adapters; do nothing without `config`. Parameters may be empty.
 
     Args:
         trainer_state: state from which `restore_adapter` will load adapters.
@@ -335,7 +331,7 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
 
     Raises:
         ConfigError: a target matches nothing, the output layer, or fused experts.
-        DataError: the state has no adapter, or one that the configuration excludes.
+        DataError: the state lacks an adapter, or has one that contradicts the configuration.
     """
     has_adapter = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
     if config is None:
@@ -355,7 +351,7 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes as the frozen one does inside the block."""
+    """Inside the block the model computes like the frozen one."""
     adapted = list(_adapted(model).values())
     try:
         for layer in adapted:
@@ -367,16 +363,16 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def hold_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> None:
-    """Hold frozen matrices of a model without numbers in the type in which bfloat16 passes use them; no bit of what these
-    compute changes."""
+    """Convert frozen matrices that bfloat16 passes use only in bfloat16. The results are equal bit for bit. The model must have
+    empty parameters."""
     for parameter in used_in_bfloat16(model, sharded=sharded):
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.Parameter]:
-    """Return the matrices that bfloat16 passes use only in this type: with autocast those of linear layers, with FSDP2
-    all. Embeddings, and matrices tied to them, are excluded, because autocast looks them up unconverted."""
+    """Return the matrices that bfloat16 passes use only in this type: those of linear layers with autocast, all with FSDP2.
+    Embeddings and matrices tied to them are excluded, because autocast reads them unconverted."""
 
     def of(kind: type[torch.nn.Module]) -> set[int]:
         modules = (module for module in model.modules() if isinstance(module, kind))
@@ -387,7 +383,7 @@ def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.
 
 
 def merged(model: PreTrainedModel) -> SavedTensors:
-    """Every weight by the names of a model without adapters; of tied ones the first."""
+    """Return every weight under its name in a model without adapters; of tied weights the first."""
     adapted, state = _adapted(model), model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, value in state.items():
@@ -417,7 +413,7 @@ def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
 
 
 def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
-    """Write adapter and frozen matrices to the trainer's state; all ranks take part."""
+    """Write adapter and frozen matrices to the trainer's state. All ranks must call it."""
     if not _adapted(model):
         return
     frozen: SavedTensors = {}
@@ -488,22 +484,21 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
 
 
 def under_adapter(name: str, adapted: Collection[str]) -> str:
-    """The name that a weight has in a model of which these layers are adapted."""
+    """Return the name of a weight in a model in which these layers are adapted."""
     owner, _, leaf = name.rpartition(".")
     return f"{owner}.base_layer.{leaf}" if owner in adapted else name
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, Any]:
-    """The layers with an adapter, by name."""
+    """Return the layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def restore_adapter(model: PreTrainedModel, state: Path) -> None:
-    """Load the adapters that `save_adapter` wrote in place of fresh ones, each rank its rows; do nothing without
-    adapters.
+    """Load the adapters of `save_adapter` in place of fresh ones, each rank its rows; do nothing without adapters.
 
     Raises:
-        DataError: they are damaged, or of other shapes.
+        DataError: the files are damaged or have other shapes.
     """
     if not _adapted(model):
         return

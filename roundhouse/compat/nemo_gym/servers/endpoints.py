@@ -1,25 +1,17 @@
-"""What the routes of all our environment servers share: bodies in, answers out, and exceptions as answers.
+"""Shared parts of our environment servers: request bodies, replies, errors as replies, rollout paths and metrics.
 
-Invariant: a handler that raises answers 500 with the exception as a JSON string and `X-Roundhouse-Failure: data`, and 503 with
-`X-Roundhouse-Failure: infra` for an `InfraError`; the time of a request is bounded, since nothing else ends a tool that hangs
-after its caller left.
+Invariant: a handler that raises an `InfraError` answers 503 with `X-Roundhouse-Failure: infra`. Any other exception is a 500
+with the exception as a JSON string and `X-Roundhouse-Failure: data`. Each request has a time limit: nothing else stops a tool
+that hangs after its caller left.
 
-The rollout that a call belongs to, read off its path.
-
-Invariant: only the path changes: `/ng-rollout/7-0/training-token-capture/v1/responses` is answered as `/v1/responses`, with or
-without recording.
-
-The name under which servers file the calls of one rollout.
-
-Invariant: it is the name that NeMo Gym's collector will look for: the row's `_ng_rollout_id`, else its task and rollout index,
-followed by the number of the attempt from the second one on.
+Rollout paths: `/ng-rollout/7-0/training-token-capture/v1/responses` is answered as `/v1/responses`, with or without
+recording. Servers file the calls of a rollout under the name that NeMo Gym's collector reads: the row's `_ng_rollout_id`,
+else its task and rollout index, followed by the attempt number from the second attempt on.
 
     {"_ng_task_index": 3, "_ng_rollout_index": 0}                           3-0
     {"_ng_rollout_id": "abc", "_ng_attempt_index": 2}                       abc-a2
 
-What an environment's server is asked, as Prometheus reads it.
-
-Invariant: tools are one route, whatever they are called, so that no label grows with what a policy makes up.
+Metrics: all tools share one route label, because the policy chooses the names of tools.
 """
 
 from __future__ import annotations
@@ -48,7 +40,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 600.0
 KEEP_ALIVE_SECONDS = 30
-"""As NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
+"""As in NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -59,17 +51,17 @@ class RequestTimeout(InfraError):
 
 
 class BadBody(Exception):
-    """The request's body is not what the route takes."""
+    """The body of the request is not valid for the route."""
 
     def __init__(self, answer: ToolResult) -> None:
         self.answer = answer
 
 
 async def within(seconds: float, work: Awaitable[T], path: str) -> T:
-    """What `work` for `path` returns.
+    """Return the result of `work`, within a time limit.
 
     Raises:
-        RequestTimeout: it took longer.
+        RequestTimeout: `work` took longer; the message names `path`.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -81,7 +73,7 @@ async def within(seconds: float, work: Awaitable[T], path: str) -> T:
 
 
 def guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
-    """The endpoint, its exceptions turned into the contract's answers."""
+    """Wrap an endpoint: exceptions become the answers of the contract."""
 
     async def answered(request: Request) -> Response:
         try:
@@ -101,7 +93,7 @@ def guarded(endpoint: Endpoint, seconds: float) -> Endpoint:
 
 
 def with_sessions(app: FastAPI, class_name: str, name: str) -> None:
-    """Give every request of `app` a session, by a cookie `<class>___<instance name>` that every answer sends again."""
+    """Add sessions to `app`, by a cookie `<class>___<instance name>` in every answer."""
     cookie = f"{class_name}___{name}"
     app.add_middleware(StickySession)
     app.add_middleware(SessionMiddleware, secret_key=cookie, session_cookie=cookie)
@@ -110,10 +102,10 @@ def with_sessions(app: FastAPI, class_name: str, name: str) -> None:
 
 
 async def json_body(request: Request) -> Any:
-    """The body's JSON.
+    """Return the JSON value of the body.
 
     Raises:
-        BadBody: it is none.
+        BadBody: the body is not JSON.
     """
     raw = await request.body()
     try:
@@ -124,10 +116,10 @@ async def json_body(request: Request) -> Any:
 
 
 async def object_body(request: Request, *required: str) -> dict[str, Any]:
-    """The body's JSON object, with the `required` fields in it.
+    """Return the JSON object of the body, with the `required` fields.
 
     Raises:
-        BadBody: it is none, or a field is missing.
+        BadBody: the body is not an object, or a field is missing.
     """
     body = await json_body(request)
     if not isinstance(body, dict):
@@ -141,12 +133,10 @@ async def object_body(request: Request, *required: str) -> dict[str, Any]:
 
 
 LIVENESS = ("/", "/health", "/healthz", "/livez", "/readyz")
-"""Paths that probes ask; NeMo Gym's servers have them from 0.7."""
+"""Paths of liveness probes; NeMo Gym's servers have them from 0.7."""
 
 
 def add_liveness(app: FastAPI) -> None:
-    """Answer 200 on the paths that probes ask."""
-
     async def alive() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -155,7 +145,7 @@ def add_liveness(app: FastAPI) -> None:
 
 
 def answer(result: ToolResult) -> Response:
-    """A tool's result as an HTTP answer."""
+    """Convert a tool's result to an HTTP reply."""
     return Response(result.text, result.status, media_type="application/json" if result.is_json else "text/plain")
 
 
@@ -168,7 +158,6 @@ def serve(app: ASGIApp, host: str, port: int, **options: Any) -> None:
 
 
 def json_answer(value: Any) -> Response:
-    """200 with JSON."""
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
@@ -178,15 +167,15 @@ KEY = "roundhouse.rollout"
 
 @dataclass(frozen=True, slots=True)
 class RolloutMark:
-    """What a path says of the rollout."""
+    """Rollout and recording flag from the path of a request."""
 
     rollout: str | None = None
     capture: bool = False
-    """The path asks for the call to be recorded."""
+    """The call is recorded."""
 
 
 class RolloutPath:
-    """Strips the prefix and leaves a `RolloutMark` in the scope."""
+    """Middleware: removes the prefix from the path and stores a `RolloutMark` in the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,10 +197,10 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def rollout_id(row: Mapping[str, Any]) -> str | None:
-    """The rollout's name; None when the row has nothing to name it by.
+    """Return the name of the rollout, or None if the row has neither an id nor indices.
 
     Raises:
-        BadTaskRow: `_ng_rollout_id` cannot be part of a path, or `_ng_attempt_index` is no number.
+        BadTaskRow: `_ng_rollout_id` cannot be part of a path, or `_ng_attempt_index` is not a number.
     """
     name = row.get("_ng_rollout_id")
     if name is None:
@@ -230,7 +219,7 @@ def rollout_id(row: Mapping[str, Any]) -> str | None:
 
 
 def path_prefix(name: str | None, *, capture: bool) -> str:
-    """What precedes the path of a call: `ng-rollout/<id>`, `ng-rollout/<id>/training-token-capture`, or nothing."""
+    """Return the prefix of a call's path: `ng-rollout/<id>`, `ng-rollout/<id>/training-token-capture`, or nothing."""
     if name is None:
         return ""
     return f"{PREFIX}/{name}/{CAPTURE}" if capture else f"{PREFIX}/{name}"
@@ -245,7 +234,7 @@ SECONDS = (0.005, 0.02, 0.1, 0.5, 2, 10, 60)
 
 
 class MeasuredRequests:
-    """An ASGI application around another that measures its requests."""
+    """ASGI middleware that measures requests."""
 
     def __init__(self, app: Any, registry: CollectorRegistry) -> None:
         self._app = app
