@@ -89,7 +89,7 @@ def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases
         for each, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, kind) and not each.startswith("_")
     )
-    what = f"has no {name}" if symbol is None else f"has a {name}, which is not a {kinds}"
+    what = f"has no {name}" if symbol is None else f"has a {name}, which is not of type {kinds}"
     raise ConfigError(f"{key} is {target!r}: {where} {what}. Available: {', '.join(existing) or f'no {kinds}'}.")
 
 

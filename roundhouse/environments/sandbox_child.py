@@ -139,7 +139,7 @@ def _check_keys(value: Any) -> None:
     """
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a key that is no text")
+            raise TypeError("a key that is not a text")
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return

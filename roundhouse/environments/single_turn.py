@@ -174,7 +174,7 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
         used[node.value] += 1
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp):
-        raise ValueError(f"{type(node).__name__} is no operation of the puzzle")
+        raise ValueError(f"{type(node).__name__} is not an operation of the puzzle")
     left, right = _value(node.left, used), _value(node.right, used)
     match node.op:
         case ast.Add():
@@ -185,7 +185,7 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
             return left * right
         case ast.Div():
             return left / right
-    raise ValueError(f"{type(node.op).__name__} is no operation of the puzzle")
+    raise ValueError(f"{type(node.op).__name__} is not an operation of the puzzle")
 
 
 def _combined(numbers: tuple[int, ...], rng: random.Random) -> str:

@@ -63,7 +63,7 @@ class ApprovalDecision(BaseModel):
 
     def __str__(self) -> str:
         comment = f": {self.comment}" if self.comment else ""
-        return f"{'approved' if self.approved else 'refused'} by {self.by or 'somebody'}{comment}"
+        return f"{'approved' if self.approved else 'refused'} by {self.by or 'an unnamed person'}{comment}"
 
 
 def ask(run: Run, version: int, why: str) -> None:

@@ -226,7 +226,7 @@ def read_identity(location: Location) -> dict[str, Any]:
         )
     if identity.get("identity_digest", whole) != whole:  # missing in runs of earlier versions
         raise StoreError(
-            f"{place} has the digest {whole}, and was created with {identity['identity_digest']}: somebody has edited it. "
+            f"{place} has the digest {whole}, and was created with {identity['identity_digest']}: the file was edited. "
             "Restore it from a copy."
         )
     return identity | {"config": config}

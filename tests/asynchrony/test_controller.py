@@ -275,7 +275,7 @@ def test_the_late_word_of_an_attempt_that_was_given_up_is_refused():
     with pytest.raises(DataError, match="Attempt 1 at rollout 0/0"):
         controller.apply(happened.RolloutFinished(0, 0, 1))
     controller.apply(happened.RolloutFinished(0, 0, 2))
-    with pytest.raises(DataError, match="told twice"):
+    with pytest.raises(DataError, match="stale or a duplicate"):
         controller.apply(happened.RolloutFinished(0, 0, 2))
 
 

@@ -90,7 +90,7 @@ def test_training_with_it_is_refused_before_anything_starts(model: Path, tmp_pat
             refuse_unready(run_at(tmp_path / "text", url, model, kind="text").config)
         for kind, update in (("tokens", "vllm"), ("sglang", "sglang")):
             run = run_at(tmp_path / kind, url, model, kind=kind, weight_update=update)
-            with pytest.raises(ConfigError, match=rf"no token IDs with log-probabilities .*kind {kind} .*to text"):
+            with pytest.raises(ConfigError, match=rf"without token IDs and log-probabilities .*kind {kind} .*to text"):
                 refuse_unready(run.config)
 
 

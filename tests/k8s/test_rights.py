@@ -385,7 +385,7 @@ def test_the_doctor_reads_the_condition_ready_and_the_containers_of_an_engine(
         ("True", "ok", "LocalQueue training in team-a is active"),
         ("False", "fail", "admits nothing (ClusterQueueDoesNotExist: no roundhouse)"),
         (None, "warn", "no condition Active"),
-        ("absent", "fail", "infra.queue: there is no training in team-a"),
+        ("absent", "fail", "infra.queue: training does not exist in team-a"),
     ],
 )
 def test_the_doctor_looks_up_the_queue_and_the_priority_that_a_configuration_names(
@@ -409,7 +409,7 @@ def test_the_doctor_looks_up_the_queue_and_the_priority_that_a_configuration_nam
             state.create("localqueues", "team-a", item)
         queue, priority = checks.queue(cluster, infra)
         assert (queue.status, words in queue.detail, priority.status) == (status, True, "fail"), queue
-        assert "infra.queue_priority: there is no urgent" in priority.detail
+        assert "infra.queue_priority: urgent does not exist" in priority.detail
         state.create("workloadpriorityclasses", "", {"metadata": {"name": "urgent"}})
         assert checks.queue(cluster, infra)[1].status == "ok"
         cluster.close()

@@ -83,7 +83,9 @@ CONFIG = parse_config(
 def test_a_missing_package_is_named_with_the_command_by_run_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = model_directory.Bundled("no-such-package", "x.gguf", "make smollm2", 1)
     monkeypatch.setitem(model_directory.BUNDLED, "smollm2-135m-instruct", missing)
-    with pytest.raises(ConfigError, match=r"no-such-package, which is not installed. Install it: make smollm2"):
+    with pytest.raises(
+        ConfigError, match=r"no-such-package with its weights is not installed. Install it: make smollm2"
+    ):
         model_directory.bundled_file("smollm2-135m-instruct")
     [finding] = [found for found in reachability.configured(CONFIG) if found.name == "policy"]
     assert finding.remedy == "make smollm2"

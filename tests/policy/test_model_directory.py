@@ -112,7 +112,7 @@ def test_a_context_beyond_the_models_positions_is_refused_with_both_numbers(
 
 def test_missing_weights_are_named(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    assert "has not a safetensors files" in refused(model)
+    assert "has no safetensors files" in refused(model)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])

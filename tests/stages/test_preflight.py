@@ -115,7 +115,7 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (model_of_the_hub, "`hf download Qwen/Qwen3-0.6B --local-dir DIRECTORY` and name"),
         (missing_target, "environment.target: no file {directory}/mine.py"),
         (class_without_demonstrations, "the environment mine has no demonstrations"),
-        (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays the rows"),
+        (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays all rows"),
         (missing_algorithm, "train.algorithm.target: no file {directory}/mine.py"),
         (missing_loss, "mine.py has no function loss. Available: others."),
         (unknown_dataset, "nightly"),

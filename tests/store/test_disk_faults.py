@@ -338,7 +338,7 @@ def test_a_fifo_in_a_store_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="not a safetensors file"):
         TensorFile(tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match="has not a safetensors files"):
+    with pytest.raises(DataError, match="has no safetensors files"):
         weight_files(tmp_path)
 
 

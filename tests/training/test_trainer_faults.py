@@ -93,7 +93,7 @@ def test_a_missing_or_damaged_model_is_refused_with_its_path(model_dir: Path, tm
     with pytest.raises(DataError, match="damaged cannot be loaded"):
         Trainer.load(damaged, CONFIG)
     (damaged / "model.safetensors").unlink()
-    with pytest.raises(DataError, match="damaged has not a safetensors files"):
+    with pytest.raises(DataError, match="damaged has no safetensors files"):
         Trainer.load(damaged, CONFIG)
 
 

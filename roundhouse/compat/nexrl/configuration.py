@@ -86,7 +86,7 @@ _WORKER: Mapping[str, Rule] = {
     "tokenizer": unused(),
     "resource.*": unused(),
 }
-_OWN_LOOP = "Set it to default: a run keeps its own; a class of yours takes its place in a loop of your own."
+_OWN_LOOP = "Set it to default: a run keeps its own; a custom class can replace it in your own loop."
 _POOL: Mapping[str, Rule] = {
     "type": only("default", remedy=_OWN_LOOP),
     "batch_size": read(),
@@ -283,7 +283,7 @@ def _read_resume(result: Translation, origin: str) -> None:
             return
         result.own.setdefault("policy", {})["path"] = str(models[0])
         result.own.pop("resume", None)
-        result.unused.append("resume.mode (weights alone are read: optimizer and step begin anew)")
+        result.unused.append("resume.mode (weights alone are read: optimizer and step start again)")
 
 
 def _read_launch(result: Translation) -> None:

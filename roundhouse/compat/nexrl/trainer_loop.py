@@ -192,7 +192,7 @@ class TrainerLoop(NexRLModule):
         checkpoint = find_latest_checkpoint(self._checkpoint_path) if resume.path is None else Path(resume.path)
         if checkpoint is not None:
             if (step := step_of(checkpoint)) is None or not checkpoint.is_dir():
-                raise ConfigError(f"resume.resume_path: {checkpoint} is no directory global_step_<step>.")
+                raise ConfigError(f"resume.resume_path: {checkpoint} is not a directory global_step_<step>.")
             self.set_train_step(step)
         return checkpoint
 

@@ -268,7 +268,7 @@ def variables(environment: dict[str, str] | None = None) -> list[Finding]:
         detail = f"PYTHONHOME={values['PYTHONHOME']} sends every Python to that library"
         findings.append(warn("PYTHONHOME", detail, "Unset it."))
     if values.get("RAY_AUTH_MODE", "token").lower() != "token":
-        detail = f"RAY_AUTH_MODE={values['RAY_AUTH_MODE']}: Ray clusters you start by hand obey anybody"
+        detail = f"RAY_AUTH_MODE={values['RAY_AUTH_MODE']}: Ray clusters you start by hand accept any client"
         findings.append(warn("RAY_AUTH_MODE", detail, "Unset it; `roundhouse up` always uses a token."))
     return findings or [ok("variables", "no harmful one")]
 

@@ -211,7 +211,7 @@ class RunJobs:
         gone = self._jobs.is_gone(uid)  # checked first: a deleted one stays deleted
         known = self._jobs.last(uid) or known
         if gone and isinstance(judge(known, []), Waiting):
-            raise _Over(InfraError(f"Job {name} was deleted by somebody else. A new attempt creates it again."))
+            raise _Over(InfraError(f"Job {name} was deleted by another client. A new attempt creates it again."))
         return known, _oldest_first(self._pods.owned_by(uid))
 
     def _log(self, followed: PodLog | None, pods: list[Object], say: Say) -> PodLog | None:

@@ -63,7 +63,7 @@ async def test_a_fork_bomb_stays_within_its_count_and_nothing_outlives_a_command
 
 async def test_a_container_that_is_gone_is_a_failure_of_the_infrastructure(program: str, sandbox: Sandbox) -> None:
     output_of(program, "kill", name_of(sandbox))
-    with pytest.raises(SandboxKilled, match="container of a sandbox is gone"):
+    with pytest.raises(SandboxKilled, match="container of a sandbox has ended"):
         await sandbox.run("true")
 
 

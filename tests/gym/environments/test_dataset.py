@@ -165,7 +165,7 @@ async def test_a_prompt_of_messages_makes_the_completion_one(made: Any) -> None:
         (ROWS, "missing", {}, "environment.reward is .* has no function missing. Available: correct"),
         (ROWS, "correct", {"prompt": "problem"}, "environment.prompt is 'problem'.*Its columns: question, answer"),
         ([], "correct", {}, "environment.data is .*rows.jsonl', which holds no rows"),
-        ([1], "correct", {}, "rows that are not objects"),
+        ([1], "correct", {}, "rows are not objects"),
         ([{"question": 3}], "spoken", {}, r"row 1: column question is 3. Give a text, or a list of messages"),
         ([{"question": "a", "task_id": "x"}] * 2, "spoken", {}, "row 2: task_id 'x' is already used on row 1"),
         (ROWS, "correct", {"data": "rows.xlsx"}, r"ends in .jsonl, .csv, .parquet"),

@@ -62,7 +62,7 @@ async def test_the_tutorials_environment_is_loaded_from_its_file_and_its_right_d
         ("no_such_file.py:Weather", {}, "no file no_such_file.py"),
         ("no_such_package.weather:Weather", {}, "importing no_such_package.weather failed"),
         ("roundhouse.environments:Weather", {}, "has no Weather"),
-        ("roundhouse.errors:ConfigError", {}, "that is no Environment or GymnasiumEnvironment"),
+        ("roundhouse.errors:ConfigError", {}, "which is not of type Environment or GymnasiumEnvironment"),
         ("roundhouse.environments:Calculator", {"holdout": 1}, "environment.parameters"),
     ],
 )

@@ -248,7 +248,7 @@ def test_an_archive_that_is_none_has_no_files() -> None:
         ({"kind": "local", "memory_mib": 1}, "greater than or equal to 64"),
         ({"kind": "local", "processes": 0}, "greater than or equal to 4"),
         ({"kind": "custom", "target": "nowhere:Box"}, "environment.sandbox.target: importing nowhere failed"),
-        ({"kind": "custom", "target": "pathlib:Path"}, "Path that is no Sandbox"),
+        ({"kind": "custom", "target": "pathlib:Path"}, "Path, which is not of type Sandbox"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rollout(keys: dict[str, object], message: str) -> None:

@@ -543,7 +543,7 @@ def test_made_up_items_and_a_loader_from_outside_are_tasks(tmp_path):
     for data_loader, data, told in (
         ("mock", "file.jsonl", "give the number of its items"),
         ("loader.py:Split", "", "holds no rows"),
-        ("loader.py:Other", "a", "is not a BaseDataLoader. Available: BaseDataLoader, Split"),
+        ("loader.py:Other", "a", "is not of type BaseDataLoader. Available: BaseDataLoader, Split"),
     ):
         with pytest.raises(ConfigError, match=told):
             prompts(data_loader=data_loader, train_data=data)
