@@ -205,7 +205,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection() -> None:
-    """Nothing of what is imported goes away again: half a million objects that need not be looked through."""
+    """Freeze the imported objects: half a million that the garbage collector need not scan."""
     gc.disable()
 
 
@@ -256,7 +256,7 @@ def store_uri(request: pytest.FixtureRequest, tmp_path) -> str:
 
 @pytest.fixture
 def bucket(s3_server: str) -> str:
-    """URI of a store in a bucket of its own."""
+    """URI of a store in a separate bucket."""
     import s3fs
 
     name = f"rh-{uuid.uuid4().hex[:12]}"

@@ -1,13 +1,13 @@
-"""Start Python programs as forks of one process that has imported everything and done nothing else.
+"""Start Python programs as forks of one process that has only done imports.
 
-Invariant: a program is a process of its own, and its state ends with it; it shares with its siblings only what importing makes.
+Invariant: a program is a separate process, and its state ends with it; it shares only imported modules with its siblings.
 Nine tenths of a program's start are imports, 3.6 CPU seconds with the trainer; a fork takes a tenth of a second.
 
     process = fork_server.start([sys.executable, "-m", "roundhouse.cli", "train", "run.yaml"], env=environment, stdout=PIPE)
-    process.wait()                    # a `subprocess.Popen` in every other respect
+    process.wait()                    # otherwise like a `subprocess.Popen`
 
 The suite's server is a fork of the process that collected the tests (`tests/workers.py`). `ForkServer.spawn` starts another
-server, whose imports see an environment of their own.
+server with a separate environment for its imports.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ForkServer:
 
     @classmethod
     def spawn(cls, log: Path, environment: dict[str, str], imports: Sequence[str] = RUN) -> ForkServer:
-        """Start a server of one's own. It ends at `close`, or when its last client has ended."""
+        """Start a separate server. It ends at `close`, or after its last client."""
         address = str(Path(tempfile.mkdtemp(prefix="rh-fork-")) / "socket")
         with log.open("ab") as stream:
             process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""How the CPU time of a function grows with its input: a ratio, which the speed and the load of the machine leave alone."""
+"""Growth of a function's CPU time with its input: a ratio that is independent of the machine's speed and load."""
 
 from __future__ import annotations
 

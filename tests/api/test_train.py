@@ -1,4 +1,4 @@
-"""`rh.train`: the command line's training in a process of its own."""
+"""`rh.train`: training by the command line in a separate process."""
 
 from __future__ import annotations
 

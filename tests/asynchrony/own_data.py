@@ -21,7 +21,7 @@ class Questions(BaseDataLoader):
 
 
 class Parity(Evaluator):
-    """1 for an answer whose characters have an odd sum: a right one or a wrong one, by turns."""
+    """Reward 1 for an answer with an odd sum of character codes: right and wrong answers alternate."""
 
     def evaluate(self, data: dict[str, Any], evaluation_target: BaseEvaluationTarget) -> EvaluationRunResult:
         return EvaluationRunResult(float(sum(map(ord, evaluation_target.final_answer)) % 2))

@@ -1,4 +1,4 @@
-"""Where real overlapped runs are made: a policy, a Prefect server, and an engine that only takes time."""
+"""Real overlapped runs: a policy, a Prefect server, and an engine that only takes time."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from roundhouse.errors import DataError
 
 
 class Refusing(Calculator):
-    """The calculator's tasks; rollouts of those that are named fail for good."""
+    """The calculator's tasks; rollouts of the named tasks fail permanently."""
 
     name = "refusing"
     restoration = "none"

@@ -1,4 +1,4 @@
-"""Which part of an iteration binds, and what a change gains, from recorded durations whose causes are known."""
+"""The bottleneck of an iteration and the gain of a change, from recorded durations with known causes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def world(
     iterations: int = 5,
     **keys: Any,
 ) -> Run:
-    """A run on record whose engine takes `0.01 (1 + load · others)` seconds a token; the other stages take what is given.
+    """Record a run: the engine takes `0.01 (1 + load · others)` seconds per token, the other stages their given durations.
 
     Args:
-        waits: seconds between stages in which an iteration waits for the store, on record as such; None: as runs of old.
+        waits: recorded seconds per iteration between stages, waiting for the store; None: not recorded, as in old runs.
     """
     config = {
         "run_id": "r",

@@ -1,4 +1,4 @@
-"""Small instances, every order of events: what the controller promises holds in each state that can be reached."""
+"""All orders of events in small instances: the controller's invariants hold in every reachable state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Graph:
 
 
 def explore(limits: StalenessBound, replicas: str, slots: int, budget: int, only_crashes: bool = False) -> Graph:
-    """All states that `budget` faults can lead to. Attempt numbers beyond what the budget allows cannot occur."""
+    """Return all states reachable with `budget` faults. Higher attempt numbers than the budget allows cannot occur."""
     graph = Graph()
     start = Controller(limits, replicas)
     border = [(start, budget)]

@@ -1,4 +1,4 @@
-"""What ends a run before its iterations do, in real runs: its data, and a metric that is good enough."""
+"""Real runs that end before their last iteration: by the end of the data, or by a good enough metric."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ QUESTIONS = [f"What is 2*3+{number}?" for number in range(5)]
 
 @pytest.fixture(scope="module")
 def runs(place: Place) -> Iterator[dict[str, Run]]:
-    """`data`: one pass over a file of its own loader. `target`: an overlapped run whose metric is good enough at once."""
+    """Finished runs. `data`: one pass over a file by a custom loader. `target`: an overlapped run with a target reached at
+    once."""
     file = place.directory / "questions.txt"
     file.write_text("\n".join([*QUESTIONS[:2], "1+" * 100 + "1?", *QUESTIONS[2:]]))
     own = Path(__file__).parent / "own_data.py"

@@ -1,5 +1,5 @@
-"""A real run on a mixture: one environment behind NeMo Gym's servers, which the run starts, one in the collector that a judge
-rewards, and a program with a sub-agent."""
+"""A real run on a mixture: NeMo Gym's servers started by the run, an environment with a judge in the collector, and a program
+with a sub-agent."""
 
 from __future__ import annotations
 

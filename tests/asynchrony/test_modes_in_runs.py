@@ -1,8 +1,8 @@
-"""Each mode in real overlapped runs, beside each other on one Prefect server: what they leave in the store.
+"""Each mode in real overlapped runs on one Prefect server: the resulting stores.
 
-`fully-async` lies in a bucket, draws by a curriculum, and is killed in the overlap and started again. `finish` is killed when
-all rollouts of a stage are there, `windowed` when a step was decided on and its groups are not collected yet. In another run
-all rollouts of an iteration fail, and `failures.on_too_few` skips it.
+`fully-async` uses a bucket and a curriculum, and is killed in the overlap and restarted. `finish` is killed after the last
+rollout of a stage, `windowed` after the decision on a step, before its groups are collected. In another run all rollouts of
+an iteration fail, and `failures.on_too_few` skips it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bucket(s3_server: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def runs(place: Place, bucket: str) -> Iterator[dict[str, Run]]:
-    """A finished run of each mode, and one that skips; each with an engine of its own, since each has versions of its own."""
+    """Finished runs of all modes, and one that skips. Each has a separate engine, because its versions differ."""
     keys: dict[str, dict[str, Any]] = {name: {"asynchrony": mode} for name, mode in MODES.items()}
     keys["fully-async"]["store"] = bucket
     banded = {"curriculum": {"kind": "success_band", "window": 2}}

@@ -1,4 +1,4 @@
-"""What the lanes of an overlapped run tell each other."""
+"""Messages between the lanes of an overlapped run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_iteration_is_not_blamed_for_a_later_ones_rollouts(run: Run) -> None:
-    """They fail while the one before is still waited for: only who trains on them decides what becomes of them."""
+    """The later rollouts fail before the earlier iteration is complete. Only the iteration that trains on them decides about
+    them."""
     overlap, found = Overlap(run, ENGINE_URL), []
     waiting = threading.Thread(target=lambda: found.append(overlap.collected(1)))
     waiting.start()

@@ -1,4 +1,4 @@
-"""A real run whose own engine judges its rollouts: the policy that is trained says whether it was right."""
+"""A real run with its own engine as judge: the trained policy judges its rollouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUESTION = "Is it right?"
 
 
 class Opinions(Environment):
-    """Whatever is said to the policy, a system message before it or not, it answers with a verdict."""
+    """A policy that answers every conversation with a verdict."""
 
     name = "opinions"
 

@@ -1,4 +1,4 @@
-"""Scenarios from what a run has in its store."""
+"""Scenarios from the stored records of a run."""
 
 from __future__ import annotations
 

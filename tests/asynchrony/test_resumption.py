@@ -54,7 +54,7 @@ def publish(run: Run, version: int) -> None:
 
 @dataclass
 class World:
-    """What a run does to its store; each fact is there before its event is told."""
+    """Store of a simulated run; each fact is stored before its event is reported."""
 
     run: Run
     plan: Plan
@@ -88,7 +88,7 @@ class World:
         return generated_in(self.run, self.plan.iteration_of(key[0])).reference() is not None
 
     def write(self, key: Key) -> None:
-        """A rollout's outcome, in a part of its own."""
+        """Write the outcome of a rollout as a separate part."""
         spec, iteration = self.plan.spec(key), self.plan.iteration_of(key[0])
         version = self.controller.pool.running[key].version
         if iteration not in self.attempts:

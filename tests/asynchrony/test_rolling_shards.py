@@ -1,5 +1,5 @@
-"""The generation lane over shards: real workers, store and controller. The engine answers by the seed, with the version that
-the test gives it, and training is what the test says."""
+"""The generation lane over shards: real workers, store and controller. The engine answers by the seed with the version set by
+the test; the test controls training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VersionedAnswer(GuessedAnswer):
 
 
 class VersionedEngine(GuessingEngine):
-    """Tells the version that it was given."""
+    """Engine that reports the version set by the test."""
 
     version = 0
 
@@ -237,7 +237,7 @@ def test_a_lost_worker_is_admitted_again_on_newer_weights_a_stopped_lane_leaves_
 
 @dataclass
 class Threads:
-    """Workers that do what a process would, in the thread that waits for it."""
+    """Workers as threads instead of processes."""
 
     losses: Counter[str] = field(default_factory=Counter)
     """How many workers of a shard are lost before they begin."""

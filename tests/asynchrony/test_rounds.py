@@ -143,7 +143,7 @@ class Loops:
 
 
 def dataset(run: Run, k: int) -> dict[str, Any]:
-    """What does not depend on the order of events."""
+    """Return the part of the dataset that is independent of the order of events."""
     reference = run.stage(k, "collect").reference()
     assert reference is not None
     manifest, rollouts = read_manifest(reference), read_rollouts(reference)
@@ -256,7 +256,7 @@ def damage(run: Run, rollout_id: str) -> None:
 
 
 def forget_rounds(run: Run) -> None:
-    """Of the journal's segments, all from the first round on that began."""
+    """Delete the journal's segments from the first started round on."""
     place = run.location / PLACE
     segments = sorted(name for name in place.names() if name.startswith("events-"))
     first = next(n for n, name in enumerate(segments) if b"RoundStarted" in place.read(name))

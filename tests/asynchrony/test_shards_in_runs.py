@@ -1,8 +1,7 @@
-"""A real overlapped run whose rollouts are made by shards: real flows, Prefect server, store, trainer and workers; the engine
-only takes time.
+"""A real overlapped run with shards: real flows, Prefect server, store, trainer and workers; the engine only takes time.
 
-It is killed while step 1 is about to be committed, and started again. That shards run ahead, how old what they make is then,
-and what a lost worker costs is asserted in `test_rolling_shards.py`, where no clock decides.
+The run is killed shortly before the commit of step 1 and restarted. `test_rolling_shards.py` tests run-ahead, ages and lost
+workers without depending on a clock.
 """
 
 from __future__ import annotations

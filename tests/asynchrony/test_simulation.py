@@ -102,7 +102,7 @@ def test_under_faults_the_bound_holds_and_every_rollout_is_trained_on_or_on_reco
 
 
 def test_long_rollouts_are_trained_on_as_often_as_short_ones():
-    """A trainer that took what is ready first would see the long ones too seldom, or late."""
+    """A trainer that takes the first ready rollouts would see long ones too rarely or too late."""
     journal = simulate(scenario("batch-async", 3, iterations=40), keep_journal=True).journal
     trained = {each.iteration: list(each.groups) for each in journal if isinstance(each, TrainingStarted)}
     assert trained == {k: list(range(8 * (k - 1), 8 * k)) for k in range(1, 41)}

@@ -1,4 +1,4 @@
-"""A real run whose trainer generates: killed in the second iteration, resumed, with no engine anywhere."""
+"""A real run in which the trainer generates: killed in the second iteration and resumed, without an engine."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def windowed(store: Path) -> Run:
 
 
 def step(lane: Lane, k: int) -> Reference:
-    """Train on what the controller chooses."""
+    """Train on the groups that the controller chooses."""
     until(lambda: lane.controller.training() is not None)
     groups = lane.controller.training().groups
     lane.dispatch.tell(happened.TrainingStarted(k, groups))

@@ -51,8 +51,8 @@ def forward(controller: Controller, slots: int) -> Iterator[Event]:
 
 
 def rounds(controller: Controller) -> Iterator[Event]:
-    """Where the rounds of an iteration are complete: enough groups have spread, or a further round begins, of which a rollout
-    may be in the store from before a crash."""
+    """Yield the ends of complete rounds: enough groups have spread, or a further round begins. Its rollouts may be in the
+    store after a crash."""
     limits, pool = controller.terms, controller.pool
     for iteration in list(pool.complete_of):
         if pool.awaits_round(iteration):
@@ -65,7 +65,7 @@ def rounds(controller: Controller) -> Iterator[Event]:
 
 
 def faults(controller: Controller) -> Iterator[Event]:
-    """What can go wrong."""
+    """Yield the possible faults."""
     if controller.in_training:
         yield happened.TrainingFailed(controller.version + 1, "out of memory")
     if not controller.finished:
@@ -86,7 +86,7 @@ def faults(controller: Controller) -> Iterator[Event]:
 
 
 def crashes(controller: Controller) -> Iterator[happened.Restarted]:
-    """The process dies and comes back: the engine kept its weights, lost them, or the last facts were not told of."""
+    """Yield restarts of the process: the engine kept its weights, lost them, or the last facts were not reported."""
     kept = tuple((name, place.version) for name, place in controller.replicas.items())
     lost = tuple((name, None) for name in controller.replicas)
     untold = tuple((*key, running.version) for key, running in controller.pool.running.items())
@@ -104,7 +104,7 @@ def lost_and_found(controller: Controller, replicas: str) -> Iterator[Event]:
 
 
 def check(controller: Controller) -> None:
-    """What must hold of every state."""
+    """Assert the invariants of every state."""
     limits, pool = controller.terms, controller.pool
     begun = {key for key in (divmod(n, limits.group_size) for n in range(pool.cursor)) if limits.round_of(key[0]) == 1}
     for iteration, count in pool.rounds.items():

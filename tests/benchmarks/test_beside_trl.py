@@ -1,4 +1,4 @@
-"""What `benchmarks/pretrained_trl.py` gives TRL, and how it counts; the runs themselves need a model of 93 MB and TRL."""
+"""Inputs and counts of `benchmarks/pretrained_trl.py`; the runs themselves need a model of 93 MB and TRL."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every benchmark still runs: each with its smallest arguments, through `make` where it has a target.
+"""Every benchmark runs with its smallest arguments, through `make` if it has a target.
 
-What a benchmark measures here says nothing (the machine is busy, the cases are tiny). What is held is that the command that the
-documentation names starts, goes through all of its parts against the library as it is, and ends with its line of JSON.
+The measured values are meaningless here (the machine is busy, the cases are tiny). Each test shows that the documented
+command starts, runs all of its parts against the current library, and ends with its line of JSON.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_each_target_of_make_is_declared_phony() -> None:
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A directory for what benchmarks write; of a short name, since vLLM and chromium make sockets there."""
+    """Directory for the files of benchmarks, with a short name because vLLM and chromium create sockets in it."""
     directory = Path(tempfile.mkdtemp(prefix="rhb", dir="/tmp"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)

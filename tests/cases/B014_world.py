@@ -1,4 +1,4 @@
-"""B014, B043, B044: demonstrations in whose text calls stand where they should not, or badly written."""
+"""B014, B043, B044: demonstrations with misplaced or malformed calls in their text."""
 
 from roundhouse.environments.base import Verdict, closing_text, tool
 from roundhouse.environments.calculator import Calculator
@@ -20,7 +20,7 @@ REPORT = {
 
 
 class World(Calculator):
-    """Ask `now`, which says noon, and answer `Noon.`; `delete` may never be called."""
+    """Ask `now`, which returns noon, and answer `Noon.`; `delete` may never be called."""
 
     def __init__(self, how: str = "thought", **kw):
         super().__init__(**kw)

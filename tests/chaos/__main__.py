@@ -1,15 +1,15 @@
-"""Kill a run over and over, and compare with the run that was left alone.
+"""Kill a run repeatedly and compare it with an undisturbed run.
 
     python -m tests.chaos --kills 100 --seed 0                  `make chaos`
     python -m tests.chaos --kills 0 --trials 40 --s3-faults 0.05    no kills: an S3 endpoint that fails one request in 20
     python -m tests.chaos --every-operation 2                   a kill in each phase of each operation of iteration 2
 
-Most kills come at random moments (`tests.chaos.trial`); the planted ones at exact operations: mid-Parquet, mid-manifest,
-mid-checkpoint, in a refit, in calls of MLflow and Prefect (`tests.chaos.strikes`). In every other trial the training steps are
-processes of their own, whereas the uninterrupted run trains in the flow's process: the bytes must be the same all the same.
+Most kills come at random moments (`tests.chaos.trial`). Planted kills come at exact operations: mid-Parquet, mid-manifest,
+mid-checkpoint, in a refit, in calls of MLflow and Prefect (`tests.chaos.strikes`). In every other trial the training steps
+are separate processes; the undisturbed run trains in the flow's process. The bytes must be equal in both cases.
 
-Prints every kill with the stage it fell into, and a verdict for each trial; the last line is JSON. Exits with 1 when a trial's
-last checkpoint or its trained rollouts differ from the uninterrupted run's, the store is damaged, or a run hangs.
+The command prints every kill with its stage, and a verdict for each trial; the last line is JSON. It exits with 1 if the
+last checkpoint or the trained rollouts of a trial differ from the undisturbed run's, the store is damaged, or a run hangs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def undisturbed(ready: Stand, run_id: str) -> Trial:
-    """The run that is left alone, with its operations recorded; one that lies in the directory already is taken as it is."""
+    """Return the undisturbed run with its recorded operations; reuse one in the directory."""
     kept = ready.directory / f"{run_id}.seconds"
     if kept.exists():
         seconds, working = json.loads(kept.read_text())

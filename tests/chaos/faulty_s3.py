@@ -1,8 +1,8 @@
-"""An S3 endpoint that misbehaves: a proxy before a whole one, which answers some requests as a bad day would.
+"""A faulty S3 endpoint: a proxy in front of a correct one that disturbs some requests.
 
     python -m tests.chaos.faulty_s3 --upstream http://127.0.0.1:5000 --port 0 --rate 0.05 --seed 1
 
-Invariant: what the upstream holds is only ever what a client sent; the faults lie in what the client gets to hear:
+Invariant: the upstream holds only data that clients sent; faults affect only the replies:
 
     error        500 InternalError, the request was not done
     throttle     503 SlowDown, the request was not done
@@ -11,7 +11,7 @@ Invariant: what the upstream holds is only ever what a client sent; the faults l
     truncated    the request was done, half of the answer's body comes, then the connection breaks
     slow         the answer comes seconds late
 
-Faults that are only planted one by one, since not every client of a campaign can pass them:
+Some faults are only planted singly, because not every client of a campaign can survive them:
 
     expired          400 ExpiredToken, and 400 without a body to a HEAD
     portal           200 with a page of HTML, the request was not done
@@ -36,7 +36,7 @@ _HOP = {"transfer-encoding", "connection", "content-encoding", "content-length"}
 
 
 class FaultyS3:
-    """The proxy; `GET /rh/faults` tells how many of each kind it made."""
+    """The proxy; `GET /rh/faults` returns the number of faults of each kind."""
 
     def __init__(self, upstream: str, rate: float, seed: int, slow_seconds: float) -> None:
         self._upstream = upstream.rstrip("/")
@@ -58,11 +58,11 @@ class FaultyS3:
         await self._http.close()
 
     def fault(self, request: web.Request) -> str:
-        """Which fault this request meets; mostly none."""
+        """Return the fault for this request; usually None."""
         return self._rng.choice(FAULTS) if self._rng.random() < self._rate else ""
 
     def told(self, request: web.Request, body: bytes) -> bytes:
-        """What the client hears of an answer's body."""
+        """Return the part of an answer's body that the client receives."""
         return body
 
     async def _tell(self, request: web.Request) -> web.Response:

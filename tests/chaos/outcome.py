@@ -1,7 +1,7 @@
-"""What a run has come to, and in what it differs from another.
+"""Outcome of a run and its differences from another run.
 
-Invariant: two outcomes do not differ exactly when both runs' last checkpoints, weights and trainer state, are byte for byte the
-same, every iteration trained on exactly the same (group, sample)s, none twice, and both stores are whole.
+Invariant: two outcomes are equal exactly if the last checkpoints (weights and trainer state) are equal byte for byte, every
+iteration trained on the same (group, sample) pairs without duplicates, and both stores are intact.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from roundhouse.store.verification import verify
 
 @dataclass
 class Outcome:
-    """What a run has come to."""
-
     weights: dict[str, str]
     """Digest of each file of the last checkpoint, by name."""
     trained: dict[int, list[str]]
@@ -53,7 +51,7 @@ class Outcome:
         return sum(len(ids) for ids in self.trained.values())
 
     def differences(self, other: Outcome) -> list[str]:
-        """In what it differs from the uninterrupted run; empty when in nothing."""
+        """Return the differences from the undisturbed run."""
         found = list(self.problems)
         for name in sorted(self.weights.keys() | other.weights.keys()):
             if self.weights.get(name) != other.weights.get(name):
@@ -66,6 +64,6 @@ class Outcome:
 
 
 def _difference(ids: list[str], wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Ids lost and ids too many, counted: one that is there twice is one too many."""
+    """Count lost and surplus ids; a duplicate is one surplus id."""
     here, there = Counter(ids), Counter(wanted)
     return sorted((there - here).elements()), sorted((here - there).elements())

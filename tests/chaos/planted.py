@@ -1,12 +1,12 @@
 """The `roundhouse` command with kills planted at exact operations: `python -m tests.chaos.planted train run.yaml`.
 
-Invariant: the product's code is unchanged and knows nothing of this. Around its operations on the store, the engine, MLflow
-and Prefect lies a layer of this module, which tells or strikes as the plan says (`tests.chaos.strikes`) and else only calls
+Invariant: the product's code is unchanged and has no hooks. This module wraps its operations on the store, the engine,
+MLflow and Prefect. The wrapper records or kills according to the plan (`tests.chaos.strikes`) and otherwise only calls
 through.
 
     ROUNDHOUSE_CHAOS_PLAN=plan.json python -m tests.chaos.planted train run.yaml
 
-A training step that is a process of its own is planted too (`tests.chaos.planted_step`).
+Training steps in separate processes are planted too (`tests.chaos.planted_step`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CALL = ("before", "during", "after")
 
 
 class Striker:
-    """Counts the operations of this process, and ends it where the plan says."""
+    """Counts the operations of this process and kills it at the planned one."""
 
     def __init__(self, plan: Plan, process: str) -> None:
         self._plan = plan
@@ -47,7 +47,7 @@ class Striker:
         self._writing = threading.local()
 
     def begin(self, name: str, phases: tuple[str, ...]) -> dict[str, Strike]:
-        """An operation begins; what strikes it, by phase."""
+        """Begin an operation and return its strikes by phase."""
         with self._lock:
             self._counted[name] += 1
             nth = self._counted[name]
@@ -77,7 +77,7 @@ class Striker:
         return result
 
     def due(self) -> dict[str, Strike]:
-        """What strikes the operation that this thread is in."""
+        """Return the strikes for the current operation of this thread."""
         return getattr(self._writing, "due", {})
 
 

@@ -1,12 +1,12 @@
-"""Kill one rank of several in each phase of training, and compare with the run of the same layout that was left alone.
+"""Kill one rank of several in each phase of training, and compare with an undisturbed run of the same layout.
 
     python -m tests.chaos.rank_kills --kills 40 --ranks 2 4          `make chaos-ranks`
 
-The run is the train and checkpoint stages over recorded sequences, with resident ranks; what a flow does after a lost rank,
-train the iteration again, is done here. A kill falls into a verb that is under way, at a random moment of the time that it
-takes undisturbed, or between train and publish. None may leave a rank behind, or change a byte of any version's weights and
-optimizer state; how many are reported by another name than the rank's (a peer that lost its connection may be first to report)
-is counted. The last line is JSON; exit code 1: bytes differed, the store is damaged, or a rank was left.
+The run is the train and checkpoint stages over recorded sequences, with resident ranks; this program repeats an iteration
+after a lost rank, as a flow does. A kill comes at a random moment of a verb (by its undisturbed duration), or between train
+and publish. No kill may leave a rank running or change a byte of any version's weights and optimizer state. The program
+counts losses that are reported under another rank's name (a peer that lost its connection may report first). The last line
+is JSON; exit code 1: bytes differ, the store is damaged, or a rank is still running.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def run_of(place: Path, ranks: int) -> Run:
 
 
 def campaign(place: Path, ranks: int, kills: int, seed: int) -> dict[str, Any]:
-    """The run that is left alone, then the one under fire; what was found of it."""
+    """Run the undisturbed run, then the disturbed one; return the findings."""
     iterations = 2 + kills // len(PHASES)  # a kill at publish ends one, and no other does
     undisturbed, began = Striker(), time.monotonic()
     expected = train(run_of(place / "undisturbed", ranks), iterations, undisturbed)

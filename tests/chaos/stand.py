@@ -44,7 +44,7 @@ _STAGE_FILE = re.compile(
 
 @dataclass
 class Server:
-    """A process that listens on a port of its own, and is started again on it."""
+    """A server process with a fixed port that can be restarted."""
 
     name: str
     command: list[str]
@@ -165,7 +165,7 @@ class Stand:
         return f"{'after ' if begun[newest] else ''}{iteration:06d}/{STAGES[stage_number]}"
 
     def count_attempts(self, store: str, run_id: str) -> int:
-        """Attempts at all stages that were ever begun and whose stages are still there."""
+        """Count the started attempts of all existing stages."""
         return sum("/attempt-" in name for name in self._names(store, run_id))
 
     def _names(self, store: str, run_id: str) -> Iterable[str]:
@@ -194,8 +194,8 @@ def _file_names(store: str, run_id: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def faulty_bucket(directory: Path, rate: float, seed: int) -> Iterator[tuple[str, str]]:
-    """A store on S3 whose endpoint fails this share of the requests, and the URL of the endpoint behind it, which does not.
-    AWS's variables are set for the time of the block."""
+    """Yield a store on an S3 endpoint that fails this share of the requests, and the URL of the correct endpoint behind it.
+    The block has AWS's variables set."""
     import s3fs
 
     whole = Server("s3", ["-m", "moto.server", "-H", "127.0.0.1"], directory / "s3.log", "/")

@@ -1,16 +1,16 @@
-"""Kills at an exact operation: which operations a run makes, which are struck and in which phase, and which were.
+"""Kills at an exact operation: the recorded operations of a run, the planned strikes by phase, and the strikes that happened.
 
-Invariant: a strike kills once. Before the process dies, the strike is written down, and a process that starts later does not
-arm it again; so a run with any number of strikes ends.
+Invariant: a strike kills once. It is recorded before the process dies, and a process that starts later does not arm it
+again. A run with any number of strikes therefore ends.
 
-An operation has a name that is the same in every run of one configuration: `create iterations/000003/validate/manifest.json`,
-`write checkpoints/000002/a*/trainer/optimizer.safetensors`, `refit version 2`, `mlflow log_batch`, `prefect POST /artifacts/`.
+An operation has the same name in every run of one configuration: `create iterations/000003/validate/manifest.json`, `write
+checkpoints/000002/a*/trainer/optimizer.safetensors`, `refit version 2`, `mlflow log_batch`, `prefect POST /artifacts/`.
 
-    before     nothing of it was done
-    torn       half of the bytes lie in the temporary file
-    unplaced   all bytes lie in the temporary file, not under their name
+    before     the operation has not begun
+    torn       half of the bytes are in the temporary file
+    unplaced   all bytes are in the temporary file, not under their name
     during     some milliseconds into a call to another process
-    after      it was done; the process dies before it goes on
+    after      the operation is done; the process dies before the next one
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Operation:
-    """Something a process did, as a recording tells it."""
+    """A recorded operation of a process."""
 
     process: str
     """flow or trainer."""
@@ -69,7 +69,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the instrumented processes of one trial shall do; a file that they read when they start."""
+    """Plan for the instrumented processes of one trial, a file that they read when they start."""
 
     strikes: tuple[Strike, ...]
     done: Path
@@ -135,7 +135,7 @@ def draw_strikes(seed: int, count: int, operations: Sequence[Operation]) -> list
 
 
 def by_trainer_process(operations: Iterable[Operation]) -> list[Operation]:
-    """The operations of the same run whose training steps are processes of their own: those write the new version's files."""
+    """Return the operations of the same run with training steps in separate processes, which write the new version's files."""
     written = re.compile(r"^write checkpoints/(?!000000/)")
     return [replace(one, process="trainer") if written.match(one.name) else one for one in operations]
 

@@ -9,7 +9,7 @@ from tests.chaos.trial import Done, Trial
 
 
 class Tally:
-    """What a campaign has come to so far."""
+    """Results of a campaign so far."""
 
     def __init__(self, seed: int, baseline: Trial) -> None:
         self._seed = seed
@@ -31,7 +31,7 @@ class Tally:
         return sum(not _is_planted(done) for done in self.done)
 
     def add(self, trial: Trial) -> str:
-        """Judge a trial; what there is to say of it."""
+        """Judge a trial and return a report."""
         differences = trial.outcome.differences(self._baseline.outcome)
         self.trials.append(trial)
         if differences:

@@ -1,4 +1,4 @@
-"""A run that is killed over and over ends in the same bytes as one that was left alone. The long version: `make chaos`."""
+"""A run that is killed repeatedly ends with the same bytes as an undisturbed one. The long version: `make chaos`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_killed_at_seeded_moments_it_ends_in_the_same_bytes(ready: Stand, undist
 def test_of_two_drivers_on_one_bucket_one_goes_on_the_other_says_who_has_the_run_and_nothing_published_changes(
     ready: Stand, s3_server: str
 ) -> None:
-    """From two state directories: the second starts beside the first, then while that one is stopped; then the first wakes."""
+    """From two state directories: the second driver starts while the first works, then while it is stopped; then the first
+    continues."""
     store = f"s3://rh-{uuid.uuid4().hex[:12]}/store"
     s3fs.S3FileSystem().call_s3("create_bucket", Bucket=store.split("/")[2])
     run, elsewhere = Location(f"{store}/runs/two"), ready.directory / "elsewhere"

@@ -89,7 +89,7 @@ def play(
 
 
 class _Play:
-    """The trial while it goes on."""
+    """A trial in progress."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Play:
         return self._stand.train(self._configuration, self._environment)
 
     def _has_begun(self) -> bool:
-        """Whether the flow that runs now has begun a stage."""
+        """Return whether the current flow has begun a stage."""
         if not self._begun_a_stage and time.monotonic() - self._glanced_at > GLANCE_SECONDS:
             self._glanced_at = time.monotonic()
             self._begun_a_stage = self._stand.count_attempts(self._store, self._run_id) > self._attempts
@@ -191,7 +191,7 @@ class _Play:
         return self._stand.newest_stage(self._store, self._run_id)
 
     def _refuse_endless(self) -> None:
-        """A run that neither ends nor goes on is what a trial exists to find."""
+        """Fail a run that neither ends nor makes progress."""
         now = time.monotonic()
         if now - self._looked_at < 10:
             return

@@ -1,4 +1,4 @@
-"""What trainer and engine share: what cannot be is refused with key, value and remedy."""
+"""Colocation of trainer and engine: impossible combinations are refused with key, value and remedy."""
 
 from __future__ import annotations
 

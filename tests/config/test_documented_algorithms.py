@@ -1,4 +1,4 @@
-"""What docs/algorithms.md shows can be loaded, and names every kind there is."""
+"""The examples of docs/algorithms.md load, and the page names every kind."""
 
 from __future__ import annotations
 

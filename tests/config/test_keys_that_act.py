@@ -1,4 +1,4 @@
-"""What single keys change, of keys that no other test shows: each with another value, and the difference."""
+"""Effects of single keys that no other test shows: each test changes one value and compares."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def from_dataset(**keys: Any) -> Tree:
 
 
 async def attempts_of(retry: Tree, rollouts: int = 10, pause: float = 0.0) -> int:
-    """How often rollouts are played of which each attempt fails for want of a server."""
+    """Return the number of attempts of rollouts that all fail because their server is missing."""
     played = 0
 
     async def play(spec: Any, *, attempt: int, recorded: Any, **given: Any) -> Rollout:
@@ -173,7 +173,7 @@ EVALUATED: Tree = {
 
 @pytest.fixture
 def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tree]:
-    """What a version is evaluated on, how its answers are drawn, and which of them pass."""
+    """Return the tasks of an evaluation, the sampling of its answers, and the passed ones."""
 
     def evaluate_with(evaluation: Tree, name: str | None = None) -> Tree:
         found: Tree = {}

@@ -1,4 +1,4 @@
-"""The plan of a run says where each role is, and what it needs."""
+"""The plan of a run shows the place and the needs of each role."""
 
 from __future__ import annotations
 

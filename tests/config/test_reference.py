@@ -1,4 +1,4 @@
-"""The reference of the configuration is the models printed, so it cannot say what is not so."""
+"""The configuration reference is generated from the models and therefore correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo Gym's own package, as PyPI has it: its collector, servers, verifiers and statistics beside ours."""
+"""NeMo Gym's package from PyPI: its collector, servers, verifiers and statistics compared with ours."""
 
 from __future__ import annotations
 

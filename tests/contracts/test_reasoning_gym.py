@@ -23,7 +23,7 @@ SIZE, SEED = 3, 7
 
 @pytest.fixture(autouse=True)
 def package(foreign_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process import the package, behind all that is installed here."""
+    """Make the package importable in this process, after all installed packages."""
     [site] = (foreign_python.parent.parent / "lib").glob("python3.*/site-packages")
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
 

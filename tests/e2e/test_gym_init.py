@@ -1,4 +1,4 @@
-"""What `roundhouse gym init` writes is trained as it stands, with real services."""
+"""The files of `roundhouse gym init` are trained unchanged, with real services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDHOUSE = str(Path(sys.executable).with_name("roundhouse"))
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_new_environment_is_trained_through_an_iteration(tmp_path: Path) -> None:
-    """With a short warm start: what is shown is that the files fit together, not that the policy learns."""
+    """With a short warm start: the test shows that the files fit together, not that the policy learns."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def type_in(*words: str) -> str:

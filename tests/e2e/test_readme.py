@@ -1,4 +1,4 @@
-"""README's commands do what they say: `make quickstart`, then each line under "Commands", in a fresh directory."""
+"""README's commands work: `make quickstart`, then each line under "Commands", in a fresh directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository's files in a directory of their own, with this environment's packages."""
+    """A separate copy of the repository's files, with the packages of this environment."""
     directory = copy_repository(tmp_path_factory.mktemp("fresh") / "roundhouse")
     (directory / ".venv").symlink_to(ROOT / ".venv")
     yield directory

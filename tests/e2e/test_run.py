@@ -1,7 +1,8 @@
-"""A run as a person meets it: the real command, Prefect, MLflow, Ray Serve and vLLM; interrupted, its engine killed, killed.
+"""A run from the user's point of view: the real command, Prefect, MLflow, Ray Serve and vLLM; interrupted, its engine killed,
+killed.
 
-The scenario happens once (`story`); each test is a claim about what was seen. The last kill comes when only the last report is
-missing, so that no third engine has to start for what is left.
+The scenario happens once (`story`); each test is a claim about its observations. The last kill comes before the last
+report, so that no third engine has to start.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 
 @dataclass
 class Story:
-    """What was seen."""
+    """Observations of the scenario."""
 
     directory: Path
     run: Run
@@ -244,7 +245,7 @@ def _interrupt(told: Story) -> None:
 
 
 def _kill_engine_and_run(told: Story) -> None:
-    """The engine in the iteration after that; the run goes on, and its process is killed before it commits the last report."""
+    """Kill the engine in the next iteration; the run continues. Then kill its process before it commits the last report."""
     plan = Plan((BEFORE_THE_LAST_REPORT,), told.directory / "struck")
     plan.save(told.directory / "plan.json")
     process = _start(told, plan=told.directory / "plan.json")
@@ -294,13 +295,13 @@ def _again(told: Story) -> None:
 
 
 def _started(told: Story) -> int:
-    """How often a service was started."""
+    """Return the number of starts of a service."""
     logs = (told.directory / "state/services/logs").glob("*.log")
     return sum(log.read_text(errors="replace").count("--- started ") for log in logs)
 
 
 def _start(told: Story, plan: Path | None = None) -> subprocess.Popen[str]:
-    """The command; with a plan, under the layer that kills it where the plan says."""
+    """Start the command; with a plan, under the layer that kills it at the planned point."""
     command = [ROUNDHOUSE] if plan is None else [sys.executable, "-m", "tests.chaos.planted"]
     return subprocess.Popen(
         [*command, "train", str(told.directory / "run.yaml")],
@@ -314,7 +315,7 @@ def _start(told: Story, plan: Path | None = None) -> subprocess.Popen[str]:
 
 
 def _output(process: subprocess.Popen[str]) -> str:
-    """All that it said; it is ended for that."""
+    """Stop the command and return its whole output."""
     process.kill()
     return process.communicate()[0]
 
@@ -331,7 +332,7 @@ def _environment() -> dict[str, str]:
 
 
 def _gone(told: Story, seconds: float = 45) -> list[str]:
-    """What is still there after a while."""
+    """Return the remains after a while."""
     deadline = time.monotonic() + seconds
     while (left := _left(told)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -339,7 +340,7 @@ def _gone(told: Story, seconds: float = 45) -> list[str]:
 
 
 def _left(told: Story) -> list[str]:
-    """Processes whose environment or command line names the story's directory."""
+    """Return the processes with the story's directory in their environment or command line."""
     found = []
     for process in psutil.process_iter():
         try:

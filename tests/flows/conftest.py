@@ -32,7 +32,7 @@ def prefect_client(served: Served) -> Iterator[Served]:
 
 @pytest.fixture
 def page() -> Iterator[Any]:
-    """Of a browser for which evil.example is this machine."""
+    """Page of a browser that resolves evil.example to this machine."""
     if not CHROMIUM.exists():
         pytest.skip("needs chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright

@@ -1,4 +1,4 @@
-"""An environment whose reward collapses on cue."""
+"""An environment with a reward that collapses on cue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fading(Calculator):
         return "heldout" if row["task_id"] in self._heldout else "train"
 
     def _count(self, split: Split) -> int:
-        """How many of the split were judged before."""
+        """Return the number of earlier verdicts of the split."""
         with (self._directory / f"judged-{split}").open("ab") as file:
             file.write(b".")
             return file.tell() - 1

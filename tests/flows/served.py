@@ -1,4 +1,4 @@
-"""Deployments served on this machine as `roundhouse up` does it, with an engine that needs no Ray; and a client of theirs."""
+"""Deployments served on this machine as by `roundhouse up`, with an engine that does not need Ray; and a client for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PRESET = {
 
 @dataclass
 class Served:
-    """What is served, and where."""
+    """The served deployments and their server."""
 
     directory: Path
     services: Services
@@ -58,7 +58,7 @@ class Served:
         return httpx.BasicAuth(*self.services.prefect_auth_string.split(":"))
 
     def sign_in(self, page: Any) -> None:
-        """Leave in the browser what Prefect's page keeps of a person who has signed in."""
+        """Store the sign-in state of Prefect's page in the browser."""
         kept = base64.b64encode(self.services.prefect_auth_string.encode()).decode()
         page.add_init_script(f"localStorage.setItem('prefect-password', '{kept}')")
 
@@ -75,8 +75,7 @@ class Served:
         return load_run(self.store, run_id)
 
     def call(self, method: str, path: str, items: list[Any] | None = None, **body: Any) -> Any:
-        """Prefect's API, with a list or an object for a body. It says 503 while its database is busy, or nothing for long, and
-        wants to be asked again."""
+        """Call Prefect's API, with a list or an object as the body. Retry while its database is busy (503 or no answer)."""
         url = f"{self.services.prefect_ui_url}/api/{path}"
         for _ in range(20):
             try:
@@ -97,13 +96,13 @@ class Served:
         return self.call("GET", f"deployments/name/{name}/{name}")
 
     def start(self, name: str, /, **settings: Any) -> str:
-        """What the UI's Run does; the id of the flow run."""
+        """Start a flow run as the UI's *Run* does; return its id."""
         deployment = self.deployment(name)["id"]
         asked = {"parameters": {"settings": settings}, "state": {"type": "SCHEDULED"}}
         return self.call("POST", f"deployments/{deployment}/create_flow_run", **asked)["id"]
 
     def ask(self, flow_run: str, **state: Any) -> None:
-        """What the UI's buttons do: ask for a state."""
+        """Request a state as the UI's buttons do."""
         reply = self.call("POST", f"flow_runs/{flow_run}/set_state", state=state, force=False)
         assert reply["status"] == "ACCEPT", reply
 

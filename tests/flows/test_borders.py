@@ -1,4 +1,4 @@
-"""A flow run that Prefect has not told of its suspension looks for itself, between two iterations."""
+"""A flow run that Prefect did not notify of its suspension notices it between two iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancel while a training step runs as a process of its own: no process is left, and another flow run continues the run."""
+"""Cancel during a training step in a separate process: no process remains, and another flow run continues the run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Deployments as a person works with them through Prefect: run, pause, resume, retry, cancel, run again, fork.
+"""Deployments used through Prefect: run, pause, resume, retry, cancel, run again, fork.
 
-The story happens once, on a real Prefect server with a served deployment; each test is a claim about what was seen. It is one
-run: paused after the first iteration, failed by a fault planted meanwhile in a later one's training, cancelled after that one.
+The story happens once, on a real Prefect server with a served deployment; each test is a claim about its observations. It
+is one run: paused after the first iteration, failed in a later training by a fault planted meanwhile, cancelled after that
+iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STAGES = ("refit", "collect", "validate", "train", "report")
 
 @dataclass
 class Story:
-    """What was seen."""
+    """Observations of the story."""
 
     served: Served
     flow_run: dict[str, Any] = field(default_factory=dict)

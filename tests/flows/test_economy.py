@@ -77,7 +77,7 @@ def test_a_server_that_is_busy_for_a_moment_costs_a_moment(busy: Busy, kind: str
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What this thread would have slept; others sleep."""
+    """Record the sleeps of this thread instead of sleeping; other threads sleep."""
     this, asleep, asked = threading.get_ident(), time.sleep, list[float]()
     monkeypatch.setattr(time, "sleep", lambda s: asked.append(s) if threading.get_ident() == this else asleep(s))
     return asked

@@ -1,4 +1,4 @@
-"""What a person sees of a flow run on Prefect's page while it works, rests or is told to end."""
+"""Prefect's page of a flow run while it works, is paused or is stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIALOG_SECONDS = 300
 
 
 def suspend(context: Any) -> Any:
-    """What the page does; the state that Prefect's observer is told."""
+    """Suspend as the page does; return the state that Prefect's observer receives."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(context.flow_run.id, Suspended(timeout_seconds=DIALOG_SECONDS), force=True)
         return client.read_flow_run(context.flow_run.id).state

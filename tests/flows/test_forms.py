@@ -1,4 +1,4 @@
-"""Forms: what is left empty stays as the preset has it, what is filled in is checked like any configuration."""
+"""Forms: an empty field keeps the preset's value, a filled one is checked like any configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from roundhouse_flows.forms import (
 
 @pytest.fixture(autouse=True)
 def _presets_of_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Served flows, which other tests of this directory share with these, have presets of their own."""
+    """Reset the presets: the served flows of other tests in this directory have different ones."""
     monkeypatch.delenv("ROUNDHOUSE_PRESETS", raising=False)
 
 
@@ -214,7 +214,7 @@ def test_a_form_or_schedule_of_a_stored_run_executes_only_accepted_code(
 
 
 def test_a_form_accepts_what_a_preset_of_its_deployment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod of a flow run has no consents of earlier ones."""
+    """A pod of a flow run has no consents from earlier runs."""
     monkeypatch.setenv("ROUNDHOUSE_STATE", str(tmp_path))
     monkeypatch.setenv("ROUNDHOUSE_PRESETS", str(tmp_path))
     infra = "infra: {kind: kubernetes, store_claim: c, state: /scratch/state, environment: {AWS_REGION: a}}\n"

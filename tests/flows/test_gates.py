@@ -1,8 +1,8 @@
-"""Where a run needs a person: alerts that fire, a budget that pauses, a promotion that waits for a yes; on a real server.
+"""Gates of a run: alerts that fire, a budget that pauses, a promotion that waits for approval; on a real server.
 
-The story happens once, on one run with a served deployment. Its budget is used up before the second iteration, its reward
-collapses in the third, which a person has to approve; KL and mismatch are above limits that anything exceeds. Each
-automation calls a webhook of this process; each test is a claim about what was seen.
+The story happens once, on one run with a served deployment. Its budget is used up before the second iteration. Its reward
+collapses in the third, which needs approval; KL and mismatch exceed their low limits. Each automation calls a webhook of
+this process; each test is a claim about its observations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OVERRIDES = [
 
 @dataclass
 class Story:
-    """What was seen."""
+    """Observations of the story."""
 
     served: Served
     told: list[dict[str, Any]] = field(default_factory=list)
@@ -221,7 +221,7 @@ def _approve(told: Story, flow_run: str) -> None:
 
 
 def _say_yes(served: Served, url: str, comment: str, name: str) -> str:
-    """Resume the flow run as a person does, in its page; what the form said."""
+    """Resume the flow run through its page and return the text of the form."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -251,7 +251,7 @@ def _say_yes(served: Served, url: str, comment: str, name: str) -> str:
 
 
 def _inputs(served: Served, flow_run: str) -> int:
-    """How much of a form Prefect has: a flow run is suspended a moment before."""
+    """Return the parts of a form that Prefect has stored; a flow run is suspended a moment earlier."""
     return len(served.call("POST", f"flow_runs/{flow_run}/input/filter", prefix="suspended", limit=50))
 
 

@@ -1,7 +1,7 @@
-"""A page of another site, in a real browser beside the local Prefect: it runs nothing there, changes nothing and reads nothing.
+"""A page of another site in a real browser cannot run, change or read anything in the local Prefect.
 
-The browser takes evil.example for this machine, as it does of a site that lets its name point here. So nothing but the servers
-themselves stands between the site and their APIs, one of which starts commands.
+The browser resolves evil.example to this machine, as for a site with a rebound name. Only the servers themselves protect
+their APIs from the site, and one of these starts commands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Pause, resume and cancel of a run that collects while it trains: both lanes stop, both go on. On a real Prefect server.
+"""Pause, resume and cancel of a run that collects while it trains: both lanes stop and both continue. On a real Prefect
+server.
 
-The story happens once, on one run; each test is a claim about what was seen.
+The story happens once, on one run; each test is a claim about its observations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 @dataclass
 class Story:
-    """What was seen."""
+    """Observations of the story."""
 
     served: Served
     paused: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +113,7 @@ def test_both_lanes_go_on_and_nothing_is_lost_or_made_twice(story: Story) -> Non
 
 
 def _overlaps(served: Served, k: int) -> bool:
-    """Whether version k is there, and the collect stage behind it has begun."""
+    """Return whether version k exists and the next collect stage has begun."""
     place = served.run(RUN) if (_directory(served) / "run.json").exists() else None
     if place is None or not place.is_reported(k):
         return False

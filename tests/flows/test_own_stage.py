@@ -29,7 +29,7 @@ def difficulty(run, iteration, sequences):
 
 
 def committed(kind: str) -> Any:
-    """A stage in the place of one that needs an engine."""
+    """Commit a stage that would need an engine."""
 
     def carry_out(run: Run, k: int, _: Reference) -> Reference:
         attempt = run.begin(run.stage(k, kind), policy_version=k - 1)

@@ -93,7 +93,7 @@ assert gone() is None
 
 
 class Database:
-    """An application as Prefect's, whose database is busy for the first calls."""
+    """An application like Prefect's with a database that is busy for the first calls."""
 
     def __init__(self, busy: int, error: Exception) -> None:
         self.calls: list[Any] = []

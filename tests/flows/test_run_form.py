@@ -47,7 +47,7 @@ def test_a_run_is_started_from_the_form(page: Any, served: Served) -> None:
 
 
 def _missing(page: Any) -> list[str]:
-    """What the page does not show yet: each field appears when its own part is loaded."""
+    """Return the fields that the page lacks so far: each appears after its part is loaded."""
     shown = page.inner_text("body")
     return [words for words in SHOWN if words not in shown]
 

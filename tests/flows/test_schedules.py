@@ -1,5 +1,4 @@
-"""Scheduled collection on a real Prefect server: what is planned, what was missed, what is made up for; and flow runs whose
-process is gone."""
+"""Scheduled collection on a real Prefect server: planned, missed and late runs, and flow runs without a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was told to end while Python drops exceptions ends all the same."""
+"""A run that is stopped while Python drops exceptions still ends."""
 
 from __future__ import annotations
 

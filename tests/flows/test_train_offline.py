@@ -1,7 +1,7 @@
-"""A night that was missed is collected with the promoted checkpoint, and a run learns from it: deployments, as a person asks.
-An older night makes room. The run that is collected from was made without them: its promoted checkpoint is not its newest.
+"""A missed night is collected with the promoted checkpoint, and a run learns from it: deployments, used like by a person. An
+older night is deleted. The source run was made without deployments: its promoted checkpoint is not its newest.
 
-The story happens once; each test is a claim about what was seen.
+The story happens once; each test is a claim about its observations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`roundhouse deploy`: what prefect.yaml says is on the server, and once it is, nothing changes."""
+"""`roundhouse deploy`: the server has the content of prefect.yaml; a second deployment changes nothing."""
 
 from __future__ import annotations
 

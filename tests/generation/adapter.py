@@ -1,4 +1,4 @@
-"""What `test_adapter` runs in a process of its own: prompt log-probabilities from vLLM, with and without an adapter.
+"""Program of `test_adapter`: prompt log-probabilities from vLLM, with and without an adapter.
 
 python tests/generation/adapter.py <model directory> <adapter directory> <prompt token ids as JSON>
 """

@@ -1,7 +1,7 @@
-"""What `generation.backend: openai` asks of a server, answered as vLLM's own server does, by plain transformers.
+"""A small server for `generation.backend: openai` that answers like vLLM's server, by plain transformers.
 
-Invariant: its tokens and log-probabilities are those of the weights it was last told to load. It starts in a second, so the
-quick suite tries a run against it; the long suite makes the same claims of vLLM's server.
+Invariant: its tokens and log-probabilities belong to the last loaded weights. It starts in a second, so the quick suite
+runs against it; the long suite makes the same claims about vLLM's server.
 """
 
 from __future__ import annotations
@@ -78,6 +78,6 @@ def _application(engine: TransformersEngine, name: str, key: str) -> FastAPI:
 
     @app.post("/reset_prefix_cache")
     def reset_prefix_cache() -> None:
-        """There is none."""
+        """Do nothing: this server has no prefix cache."""
 
     return app

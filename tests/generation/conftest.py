@@ -17,7 +17,7 @@ from tests.generation.cluster import ray_head
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model directories by name: two random ones with tied embeddings, one untied, one that calls the tool."""
+    """Model directories by name: two random ones with tied embeddings, one untied, one trained to call the tool."""
     root = tmp_path_factory.mktemp("policies")
     return {
         "first": tiny.make_model(root / "first", seed=1),

@@ -35,7 +35,7 @@ class PlainServer:
 
 
 class FakeSGLang:
-    """The server. `obeys` False: it says that it has loaded weights, and computes with those that it had."""
+    """The server. `obeys` False: it claims to have loaded weights but computes with the old ones."""
 
     def __init__(self, model: Path, *, obeys: bool = True) -> None:
         self.obeys, self.requests = obeys, list[tuple[str, dict[str, Any]]]()

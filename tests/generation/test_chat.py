@@ -87,7 +87,7 @@ def test_greedy_is_greedy_whatever_the_seed(url):
 
 
 def test_a_later_turn_continues_tokens_that_the_tokenizer_would_merge(url, tokenizer):
-    """Recorded byte by byte, re-rendered as merged tokens: only continuation keeps what the policy really drew."""
+    """The reply is recorded byte by byte but re-rendered as merged tokens: only continuation keeps the sampled tokens."""
     first = chat(url, tiny.TOOL_MESSAGES)["choices"][0]["message"]
     bytewise = [tokenizer.convert_tokens_to_ids(token) for token in "hello"] + [tokenizer.eos_token_id]
     assert tokenizer("hello", add_special_tokens=False)["input_ids"] != bytewise[:-1]
@@ -230,7 +230,7 @@ def test_the_other_openai_routes_answer(url, tokenizer):
 
 
 def test_tokenize_continues_the_recorded_tokens_and_a_prefix_can_be_required(url):
-    """NeMo Gym's model server asks /tokenize for the prompt where an engine does not tell it."""
+    """NeMo Gym's model server asks /tokenize for the prompt if the engine does not return it."""
     first = chat(url, LONG)["choices"][0]["message"]
     messages = [*LONG, first, {"role": "user", "content": "and?"}]
     recorded = first["prompt_token_ids"] + first["generation_token_ids"]

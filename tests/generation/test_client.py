@@ -1,4 +1,4 @@
-"""The client's errors are typed by who is at fault, and no call outlives its limit."""
+"""The client's errors have the type of their origin, and no call exceeds its limit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TOKEN = "secret"
 
 
 class ServeWithoutControlLoop:
-    """Dashboard and replicas of a deployment whose control loop never comes round: an instant engine without weights."""
+    """Dashboard and replicas of a deployment without a control loop: an instant engine without weights."""
 
     def __init__(self, config: GenerationConfig, model_dir: str) -> None:
         self.application = wanted_application(config, model_dir, {"policy_version": 0, "weights": None, "request": 1})

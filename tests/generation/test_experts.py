@@ -1,6 +1,6 @@
-"""Refits of a mixture of experts in vLLM: it computes as transformers does, and the proof finds an expert that was left behind.
+"""Refits of a mixture of experts in vLLM: it agrees with transformers, and the proof detects an expert that was not updated.
 
-vLLM runs in a process of its own (this module as a script), since its environment must be set before it is imported.
+vLLM runs in a separate process (this module as a script), because its environment must be set before the import.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(config: GenerationConfig, work: Path) -> None:
     from tests.generation import tiny
 
     def says(worker: Any, directory: str, load: bool) -> str:
-        """What the proof says of the weights in this directory; `load`: after a reload by vLLM alone."""
+        """Return the proof's result for the weights in this directory; `load`: after a reload by vLLM alone."""
         if load:
             worker.reload_weights(weights_iterator=iterate(Path(directory)))
         try:

@@ -19,7 +19,7 @@ from tests.generation import tiny
 
 
 class Codec:
-    """As much of a `ChatCodec` as these engines read."""
+    """The part of a `ChatCodec` that these engines read."""
 
     stop_token_ids, end_of_turn_id = (2,), 2
     tokenizer: Any = None

@@ -1,4 +1,4 @@
-"""Servers of others besides vLLM's as the engine of a run: one that returns text alone, and SGLang's routes (a stand-in)."""
+"""Servers other than vLLM's as the engine of a run: one that returns text alone, and SGLang's routes (a stand-in)."""
 
 from __future__ import annotations
 

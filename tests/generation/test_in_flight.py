@@ -1,5 +1,5 @@
-"""What becomes of running generations when new weights come. The transformers engine draws real tokens in this process,
-so the moment of the refit can be chosen."""
+"""Running generations during a refit. The transformers engine samples real tokens in this process, so the test chooses the
+moment of the refit."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def assert_true_of(policy_dir: Path, output) -> None:
 
 
 def test_rows_come_back_whole_with_true_log_probabilities(backend, policies):
-    """Untied embeddings, so the head is a tensor of its own."""
+    """Untied embeddings, so the head is a separate tensor."""
     assert_true_of(policies["untied"], backend.generate(batch(), greedy=False))
 
 
@@ -115,7 +115,7 @@ def held_tensors(worker) -> list[weakref.ref]:
 def test_a_finished_backend_gives_its_memory_back_and_prepared_again_it_has_the_weights_that_were_loaded(
     backend, policies
 ):
-    """What the process gives back to the system after that is for its allocator to say."""
+    """The allocator decides how much memory returns to the system after that."""
     backend.load_weights(str(policies["untied-second"]))
     before = backend.generate(batch(), greedy=True)["output_ids"]
     held = []
@@ -133,7 +133,7 @@ def test_a_finished_backend_gives_its_memory_back_and_prepared_again_it_has_the_
 
 
 def test_on_a_gpu_a_finished_engine_sleeps_without_a_copy_and_wakes_with_its_weights(tokenized, policies, monkeypatch):
-    """What an engine on a GPU is asked; none is here."""
+    """Tests the calls to an engine on a GPU; no GPU is used here."""
     llm = mock.MagicMock()
     monkeypatch.setattr(VllmGeneration, "_started", lambda self: llm)
     config = CONFIG.model_copy(update={"gpus_per_replica": 1})

@@ -1,6 +1,6 @@
-"""Trainer and engine on a real Ray cluster of two nodes: where they were asked to be, as Ray itself tells.
+"""Trainer and engine on a real Ray cluster of two nodes are at the requested place, as reported by Ray.
 
-The nodes declare GPUs that they have not; Ray places by what is declared.
+The nodes declare GPUs that do not exist; Ray places by the declaration.
 """
 
 from __future__ import annotations

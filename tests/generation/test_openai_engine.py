@@ -1,5 +1,4 @@
-"""A server that somebody else runs as the engine of a run: vLLM's own, a small one that answers alike, one that returns too
-little."""
+"""A foreign server as the engine of a run: vLLM's own, a small equivalent one, and one that returns too little."""
 
 from __future__ import annotations
 
@@ -144,7 +143,8 @@ def engine_of(model: Path, config: RunConfig) -> OpenAIEngine:
 
 
 def test_a_run_evaluates_collects_and_trains_with_a_server_that_takes_its_weights(server: str, tmp_path: Path) -> None:
-    """Two iterations: the trainer computes what the server reports for each version, so it held each version's weights."""
+    """Two iterations: the trainer's log-probabilities equal the server's for each version, so it held each version's
+    weights."""
     run = open_run(parse_config(settings(tmp_path, server, weight_update="vllm")))
     refuse_unready(run.config)
     checkpoint = starting_policy(run)

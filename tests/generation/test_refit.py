@@ -65,7 +65,7 @@ def test_replicas_allocate_by_tcmalloc_where_it_is_installed(deployed):
 
 
 def test_replicas_need_no_compiler(deployed, config, refit):
-    """What torch.compile makes is a library of its cache, which the process loads; also where it was made before."""
+    """torch.compile stores a library in its cache, and the process loads it, also one that was compiled earlier."""
     refit("first", 9)
     replies(deployed, config, 8)
     for replica in deployment.RayServeEngine(deployed).replicas():
@@ -183,7 +183,7 @@ def test_running_generations_go_on_with_the_new_weights_and_each_token_says_its_
     refit("first", 35)
 
     async def in_flight() -> list[Completion]:
-        """Of each lane the answers until the weights have come, and the one that runs then: some are running at any moment."""
+        """Return each lane's answers up to the arrival of the weights, and the running one: some are running at any moment."""
         answers: list[Completion] = []
         came = asyncio.Event()
 
@@ -279,7 +279,7 @@ def test_weights_that_cannot_be_had_fail_the_refit_in_words_and_nobody_answers(
 
 
 def wait_until_all_wait_for(serve: ServeEndpoint, version: int) -> None:
-    """The refit raises with the first replica's refusal; the second may not have been told yet."""
+    """Wait until both replicas have the request: the refit raises with the first replica's refusal."""
     engine = deployment.RayServeEngine(serve)
 
     def wait() -> bool:

@@ -1,4 +1,4 @@
-"""Calls of a rollout stay at one of two real replicas, whose prefix cache holds what the earlier ones computed."""
+"""Calls of a rollout stay at one of two real replicas, because its prefix cache holds the earlier ones."""
 
 from __future__ import annotations
 

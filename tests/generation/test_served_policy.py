@@ -24,7 +24,7 @@ from roundhouse.weight_sync.replica_state import DesiredPolicy, ReplicaReport
 
 
 class FaultyEngine:
-    """Does nothing; fails on loading when told to."""
+    """Engine that does nothing and fails to load on request."""
 
     max_model_len = 64
 

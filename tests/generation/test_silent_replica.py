@@ -1,4 +1,4 @@
-"""A real replica under Serve that is stopped by a signal before a refit: it alone is replaced, and the refit goes on."""
+"""A real replica under Serve is stopped by a signal before a refit: it alone is replaced, and the refit continues."""
 
 from __future__ import annotations
 

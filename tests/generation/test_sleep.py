@@ -1,4 +1,4 @@
-"""An engine that sleeps holds no weights and answers nobody; awake, it is what it was, to the bit."""
+"""A sleeping engine holds no weights and answers no requests; after waking it is equal to the bit."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def wide_model(path: Path) -> Path:
 
 
 class Sleeper(FaultyEngine):
-    """Counts its sleeps, and fails in one when told to."""
+    """Engine that counts its sleeps and fails in one on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ async def test_it_sleeps_when_the_last_running_answer_is_drawn(policies: dict[st
 
 
 async def test_a_replica_that_starts_while_the_others_sleep_sleeps_without_weights(policies: dict[str, Path]) -> None:
-    """What a crash leaves: the wish is the deployment's, and the new process comes to it."""
+    """After a crash the deployment still has the desired state, and the new process adopts it."""
     engine = Sleeper()
     policy = ServedPolicy(engine, str(policies["first"]), "r2")
     await policy.apply(asleep(7, policies["first"]))

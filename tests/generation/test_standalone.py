@@ -1,4 +1,4 @@
-"""The engine in a process of its own: refitted in place, bit for bit repeatable, and closed to those without its token."""
+"""The engine in a separate process: refitted in place, repeatable bit for bit, and closed without its token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODULE = "roundhouse.generation.standalone"
 
 @contextmanager
 def engine_process(*, fresh: bool = False, **environment: str) -> Iterator[str]:
-    """Yield the URL of an engine in a process of its own: a new interpreter if `fresh`, else a fork."""
+    """Yield the URL of an engine in a separate process: a new interpreter if `fresh`, else a fork."""
     port = free_port()
     start = subprocess.Popen if fresh else fork_server.start
     process = start([sys.executable, "-m", MODULE, "--port", str(port)], env=os.environ | environment)

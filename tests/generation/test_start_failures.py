@@ -1,4 +1,5 @@
-"""An engine that cannot start says why, within seconds. Last of the tests with the shared deployment: it is another then."""
+"""An engine that cannot start reports the reason within seconds. The last tests with the shared deployment, because they
+replace it."""
 
 from __future__ import annotations
 

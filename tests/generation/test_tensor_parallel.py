@@ -1,6 +1,6 @@
-"""The proof of a refit where two workers share each matrix: each proves its own shard, and no other's.
+"""The proof of a refit with two workers per matrix: each proves its own shard and no other.
 
-vLLM runs in a process of its own (this module as a script), since its environment must be set before it is imported.
+vLLM runs in a separate process (this module as a script), because its environment must be set before the import.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_workers_with_the_same_key_value_head_have_the_same_rows_of_it() -> None
 
 
 def test_a_replicated_layer_is_proved_whole() -> None:
-    """A router of experts says the size of the group, and is not split."""
+    """A router of experts reports the size of the group but is not split."""
     import torch
 
     from roundhouse.generation.weights_probe import _own_shards
@@ -94,7 +94,7 @@ def halved(name: str, tensor: Any) -> Any:
 
 
 def main(config: GenerationConfig, work: Path) -> None:
-    """Print by changed tensor which workers say that they do not compute with it."""
+    """Print, by changed tensor, the workers that report a difference."""
     from safetensors.torch import load_file, save_file
     from vllm import LLM
 

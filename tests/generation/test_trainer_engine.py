@@ -84,7 +84,7 @@ def tokens(run: Run, k: int) -> list[list[int]]:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Directories whose weights were loaded by the trainer; an engine that builds a model of its own fails."""
+    """Directories with weights that the trainer loaded; an engine that builds a model itself fails."""
     found: list[Path] = []
     load = TrainEngine.load_checkpoint
 

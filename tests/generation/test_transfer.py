@@ -59,7 +59,7 @@ def engine() -> Iterator[ProcessEngine]:
 
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[ProcessEngine]:
-    """An engine whose two workers share each matrix."""
+    """An engine with two workers that share each matrix."""
     shared = CONFIG.model_copy(update={"engine_args": CONFIG.engine_args | {"tensor_parallel_size": 2}})
     with engine_process(fresh=True, **environment(shared)) as url:
         yield ProcessEngine(url)
@@ -108,7 +108,7 @@ def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the
 
 
 class Callers:
-    """Ask for long answers without a pause, from a thread of their own."""
+    """Threads that request long answers without a pause."""
 
     def __init__(self, url: str, count: int = 3) -> None:
         self._url, self.count = url, count

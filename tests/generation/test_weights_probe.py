@@ -12,7 +12,7 @@ from roundhouse.generation.weights_probe import StaleWeights, probe, require_pro
 
 
 class UnquantizedLinearMethod:
-    """As vLLM names its method: the weights are packed, and only the product is there."""
+    """Named like vLLM's method: the weights are packed, and only the product is available."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = weight.T.contiguous()

@@ -146,7 +146,8 @@ def make_model(path: Path, *, seed: int, tie: bool = True, sharpness: float = 4.
 
 
 def teach_tool_call(path: Path, *, seed: int, steps: int = 60) -> Path:
-    """A policy directory whose model answers `TOOL_MESSAGES` with `TOOL_ANSWER`: really trained, in a second or two."""
+    """Make a policy directory with a model that answers `TOOL_MESSAGES` with `TOOL_ANSWER`: really trained, in a second or
+    two."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Workers whose items say how they block."""
+"""Workers that block as their items request."""
 
 from __future__ import annotations
 

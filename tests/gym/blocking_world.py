@@ -1,4 +1,4 @@
-"""An environment whose rows say which of its code blocks, and how."""
+"""An environment that blocks in the part and in the way that its rows request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Blocking(Environment):
 
 
 class Later(Blocking):
-    """The verifier leaves a callback behind that holds the interpreter's lock."""
+    """The verifier starts a callback that holds the interpreter's lock later."""
 
     async def verify(self, session: TaskRow, row: TaskRow, response: dict[str, Any]) -> Verdict:
         asyncio.get_running_loop().call_later(0.1, block, "regex")
@@ -83,7 +83,7 @@ class Unshowable(Blocking):
 
 
 class Unordered(Environment):
-    """Its tools may run at once, since it has no `seed_session`."""
+    """Its tools may run concurrently, because it has no `seed_session`."""
 
     name = "unordered"
 

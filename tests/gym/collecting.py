@@ -1,4 +1,4 @@
-"""Many rollouts at once with no stage around them: what tests and benchmarks of environments, agents and journals make."""
+"""Many concurrent rollouts without a stage, for tests and benchmarks of environments, agents and journals."""
 
 from __future__ import annotations
 

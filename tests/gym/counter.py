@@ -10,7 +10,7 @@ from roundhouse.errors import InfraError
 
 
 class SandboxDown(InfraError):
-    """Something behind the environment is gone."""
+    """A service of the environment has failed."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Account:
 
 
 class Counter(Environment):
-    """Adds numbers to a session's total. A row's `verdict` plants what its verifier does."""
+    """Adds numbers to a session's total. A row's `verdict` controls its verifier."""
 
     name = "counter"
 

@@ -1,4 +1,4 @@
-"""Rollouts that are interrupted between two model calls, and what goes on after it."""
+"""Rollouts that are interrupted between two model calls, and their continuation."""
 
 import contextlib
 import io
@@ -49,7 +49,7 @@ async def resumed(
     config: RolloutConfig,
     version: int = VERSION,
 ) -> tuple[Rollout, ScriptedPolicy, TurnJournal]:
-    """Go on with what the parts hold: the outcome, the policy that was asked, and the journal."""
+    """Resume from the parts; return the outcome, the policy and the journal."""
     journal, policy = TurnJournal(version), ScriptedPolicy(script)
     for part in parts:
         journal.read(part)

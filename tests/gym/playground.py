@@ -99,7 +99,7 @@ def turns_of(messages: list[dict[str, Any]]) -> int:
 
 @dataclass
 class ScriptedPolicy:
-    """A policy that answers at once from a script. Its tokens are bytes; it keeps the prefix, unless told to break it."""
+    """A policy that answers at once from a script. Its tokens are bytes; it keeps the prefix unless the script breaks it."""
 
     script: Script
     breaks_prefix_at: int | None = None

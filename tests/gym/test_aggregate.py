@@ -1,5 +1,5 @@
-"""The figures were computed by NeMo Gym's own `compute_aggregate_metrics` and `compute_pass_majority_metrics` once, on exactly
-these rows; the arithmetic beside them says why they are right."""
+"""The figures come from NeMo Gym's own `compute_aggregate_metrics` and `compute_pass_majority_metrics` on exactly these rows;
+the arithmetic next to them explains them."""
 
 from __future__ import annotations
 

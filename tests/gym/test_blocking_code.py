@@ -89,7 +89,7 @@ class Exact(Evaluator):
 
 
 def judged_by(kind: str, directory: Path) -> EnvironmentConfig:
-    """An environment whose code of this kind blocks if a row names a way."""
+    """Return an environment in which code of this kind blocks if a row requests it."""
     rows = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "regex", "sleep")]
     if kind == "rubric":
         rubric = {"criteria": {"mine": {"function": f"{WORLD}:score"}}, "own_weight": 0}
@@ -171,7 +171,7 @@ async def test_code_that_a_rollout_left_behind_asks_for_nothing_more(tmp_path: P
 async def test_code_that_a_call_left_behind_and_that_holds_the_lock_counts_as_an_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Nobody knows whose it is: without a limit of attempts, its rollout would begin again for ever."""
+    """The owner of the code is unknown: without a limit of attempts, its rollout would restart endlessly."""
     monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
     [spec] = plan_rollouts([Later().row("")], 1, 0, 0)
     config = rollout_config(retry={"attempts": 2}, timeout_seconds=30.0)

@@ -1,4 +1,4 @@
-"""A program as an environment: unmodified SDK scripts, their verdicts, and what goes wrong with them."""
+"""A program as an environment: unmodified SDK scripts, their verdicts and failures."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ async def test_only_named_variables_of_the_collector_reach_a_program(
 async def test_a_path_from_where_you_are_is_found_although_the_program_runs_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`command: [python, agent.py]`, as the documentation has it; what is no file stays as it was written."""
+    """`command: [python, agent.py]` as in the documentation; a word that is not a file stays unchanged."""
     program(tmp_path, ASKS + "    print(*sys.argv[1:], os.path.basename(os.getcwd()))\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEPT", str(tmp_path / "kept"))

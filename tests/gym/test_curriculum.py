@@ -1,4 +1,4 @@
-"""Tasks drawn by recorded difficulty: weights, the draw, and what it gains."""
+"""Tasks drawn by recorded difficulty: weights, the draw, and its benefit."""
 
 from __future__ import annotations
 

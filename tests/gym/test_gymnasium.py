@@ -282,7 +282,7 @@ def test_an_episode_that_is_over_makes_room_and_is_given_back():
 
 
 def foreign(journal: list[Any]) -> FastAPI:
-    """Two steps long; what it offers and where it breaks is told by the row."""
+    """A world of two steps; the row controls its offers and failures."""
     app = FastAPI()
 
     @app.post("/reset")

@@ -1,4 +1,4 @@
-"""What an interrupted rollout goes on from, and when it must not."""
+"""Resumption of interrupted rollouts, and when it is refused."""
 
 import itertools
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ CONFIG = rollout_config(max_turns=12)
 
 
 class Ledgers(Counter):
-    """A counter whose tools may be called again."""
+    """A counter with repeatable tool calls."""
 
     name = "ledgers"
     restoration = "replay"
@@ -60,7 +60,7 @@ class Meter:
 
 
 class Meters(Environment):
-    """Each reading is another, whoever asks: a call can never be repeated, but a session can be written down."""
+    """Every reading differs: calls cannot be repeated, but a session has snapshots."""
 
     name = "meters"
     restoration = "snapshot"
@@ -227,7 +227,7 @@ async def test_a_worker_that_says_so_goes_on_with_its_finished_calls() -> None:
 
 
 class Doubtful(BaseRolloutWorker):
-    """Asks a sub-agent before it goes on."""
+    """Asks a sub-agent before it continues."""
 
     restoration = "replay"
 
@@ -268,7 +268,7 @@ class Always:
 
 
 async def afresh(parts: list[pa.Table], spec: Any, script: Any, client: Any, **options: Any) -> tuple[Rollout, str]:
-    """Go on, which must not be possible: all calls are made again, once. The outcome, and the reason on record."""
+    """Resume, which must be refused: all calls are repeated once. Return the outcome and the recorded reason."""
     rollout, policy, journal = await resumed(parts, spec, script, client, CONFIG, **options)
     assert len(policy.seeds) == len(rollout.turns)
     assert journal.resumptions.rollouts_resumed == 0

@@ -46,7 +46,7 @@ TOKEN = "X-NeMo-Gym-Session-Token"
 
 
 def bare_row(task_id: str = "t", **fields: Any) -> dict[str, Any]:
-    """A row without tools of its own."""
+    """A row without tools."""
     return task_row("Add things up.", task_id=task_id, **fields)
 
 

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server beside an environment's own."""
+"""Tools of a real MCP server in addition to an environment's own."""
 
 import asyncio
 import json

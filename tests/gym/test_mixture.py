@@ -1,4 +1,4 @@
-"""Several environments in one run: shares, rows, metrics, and what is refused before anything runs."""
+"""Several environments in one run: shares, rows, metrics, and early refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agent servers as environments: what is sent, what is read, and whose fault a failure is."""
+"""Agent servers as environments: requests, answers, and the classification of failures."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def answered(output: list[dict[str, Any]] = TWO_CALLS, finish: str = "stop", **f
 
 
 def server(answer: Any, journal: list[dict[str, Any]], status: int = 200) -> FastAPI:
-    """An agent server of the contract whose rollouts all end with `answer`, a function of the row."""
+    """An agent server of the contract that ends every rollout with `answer`, a function of the row."""
     app = FastAPI()
 
     @app.post("/run")

@@ -1,4 +1,4 @@
-"""Rollouts rewarded by a rubric: a judge over HTTP that answers as it is told, its answers in the store, and its failures."""
+"""Rollouts rewarded by a rubric: a scripted judge over HTTP, its stored answers, and its failures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def play(
 
 
 async def audited(audit: dict[str, Any], count: int = 1, on_policy: bool = True) -> list[Rollout]:
-    """Rollouts of the counter, whose own verifier rewards them with 1, under this audit."""
+    """Rollouts of the counter, rewarded with 1 by its own verifier, under this audit."""
     config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.counter:Counter", "audit": audit})
     async with open_environment(config) as environment:
         policy = ScriptedPolicy(lambda messages, seed: says("Paris."))

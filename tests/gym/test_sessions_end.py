@@ -1,4 +1,4 @@
-"""A session is given back when its rollout ends, however it ends, and how that goes changes no outcome."""
+"""A session is closed when its rollout ends in any way, and closing changes no outcome."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[Counter, ToolEnviron
 
 
 class FakeNeverAnswering(ScriptedPolicy):
-    """Tells when the collection's ten calls wait for it, beside the one of the rollout before."""
+    """Signals when the collection's ten calls wait for it, in addition to the one of the previous rollout."""
 
     def __init__(self) -> None:
         super().__init__(by_turn(says("late")), seconds=3600)
@@ -236,7 +236,7 @@ def test_a_tool_named_close_stays_a_tool():
 
 
 class Excavation(Environment):
-    """Digs until it is stopped; tells in which order things ended."""
+    """Digs until it is stopped; records the order of ends."""
 
     name = "excavation"
 

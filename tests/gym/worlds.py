@@ -10,7 +10,7 @@ from roundhouse.errors import InfraError
 
 
 class WorldGone(InfraError):
-    """Something behind the world is gone."""
+    """A service of the world has failed."""
 
 
 @dataclass
@@ -24,7 +24,8 @@ class Climb:
 
 
 class Mountain(GymnasiumEnvironment):
-    """Each number said climbs that far, for a tenth of it as reward; the top ends it. A row's `plan` plants faults."""
+    """A number in the reply climbs so far, for a tenth of it as reward; the top ends the episode. A row's `plan` plants
+    faults."""
 
     name = "mountain"
 

@@ -1,4 +1,4 @@
-"""What is in flight is known: since when, for what, and whether it moves."""
+"""Work in flight is known: its start, its purpose, and its progress."""
 
 from __future__ import annotations
 

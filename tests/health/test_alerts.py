@@ -1,4 +1,4 @@
-"""An alert is told when a number crosses, once, and only where it is asked for."""
+"""An alert fires when a number crosses its limit, once, and only if configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record beside a run tells what its process does, and that it has gone."""
+"""The heartbeat file of a run shows the activity of its process, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: what is in flight and what was announced, and names that the documentation has."""
+"""The Prometheus page: work in flight, announced metrics, and documented names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does after a failed iteration is one table, and never goes on for ever."""
+"""The reaction of a run to a failed iteration is one table, and never loops endlessly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_policy_goes_on_for_ever(policy: Any, limit: int, longest: float) -> 
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch calls it."""
+    """Named like torch's."""
 
 
 @pytest.mark.parametrize(

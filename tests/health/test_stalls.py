@@ -1,4 +1,4 @@
-"""What hangs in a stage is named and given up: an engine, an environment, a trainer's process. Real HTTP, real processes."""
+"""A hanging stage is named and stopped: an engine, an environment, a trainer's process. Real HTTP, real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage in which nothing moves ends with an error that says what is stuck, whatever it hangs in."""
+"""A stage without progress ends with an error that names the stuck work, wherever it hangs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class _Interrupting(Activity):
 
 
 def _left(line: str, seconds: float = 5) -> bool:
-    """Whether no thread stands in this line any more."""
+    """Return whether no thread is at this line."""
     deadline = time.monotonic() + seconds
     while any(line in "".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()):
         if time.monotonic() > deadline:

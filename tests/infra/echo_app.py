@@ -1,4 +1,4 @@
-"""A Serve application that tells what a replica sees."""
+"""A Serve application that returns the environment of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database of one's own for the local servers (infra.prefect.database_url, infra.mlflow.backend_store_uri)."""
+"""Custom databases for the local services (infra.prefect.database_url, infra.mlflow.backend_store_uri)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what to do, and finds nothing wrong where nothing is."""
+"""The doctor finds faults, names their remedies, and reports no false ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine, one run at a time: who comes second waits until the first has ended, in whatever way."""
+"""One engine, one run at a time: the second run waits until the first has ended in any way."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture
 def servers(tmp_path) -> Callable[..., GymServers]:
-    """Of one foreign server whose code is given."""
+    """Configuration of one foreign server with the given code."""
 
     def make(app: str, *overrides: str, **options: Any) -> GymServers:
         place = tmp_path / "resources_servers" / "weather"
@@ -61,7 +61,7 @@ def servers(tmp_path) -> Callable[..., GymServers]:
 
 
 async def starting(servers: GymServers) -> str:
-    """What the start fails with."""
+    """Return the error of the start."""
     async with servers:
         with pytest.raises(InfraError) as caught:
             await servers.start()

@@ -1,4 +1,4 @@
-"""A service monitor gives up on a service that keeps dying, and leaves nothing of it."""
+"""A service monitor abandons a service that keeps dying, and cleans up after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Setting up: only what a lock names by hash, uv only as pip would be, and make does not lose the verdict of pytest."""
+"""Setting up: only hashes of a lock, uv with pip's rules, and make keeps the exit status of pytest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with what the set-up reads."""
+    """A checkout with the files of the set-up."""
     copy = tmp_path / "checkout"
     (copy / "tools").mkdir(parents=True)
     for name in (
@@ -158,7 +158,7 @@ def test_a_python_that_is_too_old_is_refused_with_what_to_do(tmp_path: Path) -> 
 def test_ci_ends_with_the_slowest_tests_and_closing_line_of_each_tier_and_a_verdict(
     tmp_path: Path, body: str, code: int, closing: str
 ) -> None:
-    """Through the real Makefile and .ci/run, in a checkout whose set-up is this interpreter."""
+    """Through the real Makefile and .ci/run, in a checkout that uses this interpreter."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
     (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())

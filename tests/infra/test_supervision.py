@@ -1,4 +1,4 @@
-"""What supervision promises, on the quickest real service and its real supervisor."""
+"""Guarantees of the supervision, on the quickest real service and its real supervisor."""
 
 from __future__ import annotations
 

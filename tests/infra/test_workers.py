@@ -1,4 +1,4 @@
-"""The suite's own machinery: forked workers run each test once, and programs of the fork server are processes of their own."""
+"""The suite's own machinery: forked workers run each test once, and programs of the fork server are separate processes."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_job_that_somebody_deletes_is_an_infrastructure_failure(stand: Stand) 
     [job] = stand.found("jobs")
     path = f"/apis/batch/v1/namespaces/{stand.namespace}/jobs/{job['metadata']['name']}"
     assert stand.admin.delete(path)
-    with pytest.raises(InfraError, match="deleted by somebody else"):
+    with pytest.raises(InfraError, match="deleted by another client"):
         begun.result()
 
 

@@ -118,7 +118,7 @@ def test_ranks_that_a_killed_flow_left_are_ended_before_others_start(
         (now,) = stand.found("jobs")
         assert now["metadata"]["uid"] != old["metadata"]["uid"]
         left.end()
-        assert "was deleted by somebody else" in str(left.ended)
+        assert "was deleted by another client" in str(left.ended)
         own.stopped.set()
         own.end()
         assert isinstance(own.ended, Stopped)

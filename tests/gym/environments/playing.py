@@ -1,4 +1,4 @@
-"""Play environments by hand: what the tests of this directory share."""
+"""Manual play of environments, shared by the tests of this directory."""
 
 import json
 import random

@@ -105,7 +105,7 @@ async def test_a_sandbox_that_fails_while_judging_gives_no_verdict(monkeypatch: 
 
 
 class WithoutPython:
-    """A sandbox that keeps files and has no programs."""
+    """A sandbox that keeps files but has no programs."""
 
     def __init__(self, config: Any) -> None:
         self.files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""The catalogue in docs/environments.md is what the environments say of themselves."""
+"""The catalogue in docs/environments.md agrees with the environments."""
 
 from pathlib import Path
 

@@ -115,7 +115,7 @@ ESCAPES = {
 
 @pytest.mark.parametrize("attempt", ESCAPES.values(), ids=ESCAPES)
 async def test_locked_code_cannot(attempt: str) -> None:
-    """Modules that the sandbox itself has loaded stay within reach; what they would do does not."""
+    """Modules that the sandbox itself has loaded are importable, but their system calls are blocked."""
     assert await BOX.call(ATTEMPT.format(attempt), "f", [[]]) == ['"denied"']
 
 
@@ -221,7 +221,7 @@ def test_right_code_passes_however_few_pages_the_disk_of_temporary_files_has_lef
 
 
 def test_a_process_that_is_killed_from_outside_gives_no_verdict_on_its_code() -> None:
-    """As the kernel does where memory runs out. The code is within its limits, and may have been right."""
+    """As by the kernel's out-of-memory killer. The code is within its limits and may be right."""
     box = LockedPython(concurrency=1, limits=Limits(cpu_seconds=60))
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(box.call_blocking, "while True: pass", "f", [[1]])

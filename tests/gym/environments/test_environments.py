@@ -130,7 +130,7 @@ class Shouts(Exception):
 
 
 async def test_errors_of_tools_are_logged_and_shown_in_bounds(caplog: pytest.LogCaptureFixture) -> None:
-    """A message of 50 MB was a log line of 50 MB; an error text of its own for each rollout a line for each rollout."""
+    """A message of 50 MB was a log line of 50 MB, and each distinct error text made a log line per rollout."""
 
     async def fail(self: Any, session: Any, how: int) -> str:
         raise Shouts if how < 0 else ValueError(f"{how} " + "x" * 50_000)

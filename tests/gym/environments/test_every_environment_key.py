@@ -1,4 +1,4 @@
-"""Every key of a built-in environment's section changes its tasks, or what happens in an episode."""
+"""Every key of a built-in environment's section changes its tasks or its episodes."""
 
 from __future__ import annotations
 

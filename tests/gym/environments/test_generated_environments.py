@@ -1,4 +1,4 @@
-"""What holds for every environment with a generator."""
+"""Properties of all environments with a generator."""
 
 import json
 import random
@@ -40,7 +40,7 @@ CONFIGS: list[GeneratedProblems] = [
 
 
 def some(environment: GeneratedEnvironment) -> int:
-    """How many problems to play: each answer of `code` is a process, and so is each sandbox."""
+    """Return the number of problems to play: each answer of `code` and each sandbox is a process."""
     return 10 if environment.name in ("code", "terminal", "bug_fix") else 40
 
 
@@ -69,7 +69,7 @@ def test_splits_are_disjoint_in_ids_and_problems_and_both_are_there(environment)
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_the_same_rows_are_generated_every_time(config) -> None:
-    """With what a process may have changed in between: the cache is emptied, the shared random numbers are elsewhere."""
+    """With an emptied cache and another state of the shared random numbers."""
     generated = []
     for seed in range(2):
         made_once.cache_clear()

@@ -1,4 +1,4 @@
-"""Every kind is interrupted at each of its turns and goes on: the outcome is that of the rollout left alone."""
+"""Every kind is interrupted at each of its turns and resumed: the outcome equals that of the undisturbed rollout."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ CONFIG = rollout_config(max_turns=12)
 
 @cache
 def shown(config: type[Section]) -> tuple[str, list[Reply]]:
-    """A solution: the prompt, and what the assistant says."""
+    """Return a solution: the prompt and the assistant's messages."""
     (messages,) = load_any(smallest(config)).demonstrations("train", 1, 1.0, seed=1)
     return messages[0]["content"], [{"finish_reason": None, **m} for m in messages if m["role"] == "assistant"]
 

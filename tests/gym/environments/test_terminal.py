@@ -106,7 +106,7 @@ async def test_a_stored_rollout_is_judged_again_by_its_commands_or_refused_with_
 
 
 class Recorded:
-    """A sandbox of one's own, which runs nothing."""
+    """A sandbox that records calls and runs nothing."""
 
     def __init__(self, config: Any, answer: str) -> None:
         self.answer = answer

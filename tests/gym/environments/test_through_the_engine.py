@@ -24,7 +24,7 @@ CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 @pytest.mark.parametrize("config", EACH_KIND)
 async def test_a_shown_solution_completes_one_of_its_tasks_with_reward_one(config: type[Section]) -> None:
-    """Several tasks may share a prompt (a hidden number, a lake shown only later); the solution is one of theirs."""
+    """Several tasks may share a prompt (a hidden number, a lake that appears later); the solution belongs to one of them."""
     (shown,) = load_any(smallest(config)).demonstrations("train", 1, 1.0, seed=1)
     replies: list[dict[str, Any]] = [{"finish_reason": None, **said} for said in shown if said["role"] == "assistant"]
     async with open_environment(smallest(config)) as client:
@@ -58,7 +58,7 @@ async def test_over_http_it_gives_the_same_texts_and_the_same_reward(kind: str, 
 async def outcomes(
     config: EnvironmentConfig, rows: list[TaskRow], shown: list[dict[str, Any]]
 ) -> list[tuple[Any, ...]]:
-    """Status, reward and the environment's texts of each row's rollout, when what was shown is done."""
+    """Return status, reward and the environment's texts of each row's rollout that follows the demonstration."""
     replies: list[dict[str, Any]] = [{"finish_reason": None, **said} for said in shown if said["role"] == "assistant"]
     found = []
     async with open_environment(config) as client:

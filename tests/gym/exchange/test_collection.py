@@ -44,7 +44,7 @@ Answer = Callable[[Row], Any]
 
 @dataclass
 class FakeAgent:
-    """An agent server that answers at once with what `answer` says: an object, or a status."""
+    """An agent server that answers at once with the result of `answer`: an object, or a status."""
 
     answer: Answer = lambda row: {"reward": 1.0}
     aggregates: bool = True
@@ -344,7 +344,7 @@ def test_a_5xx_of_a_resources_server_is_tried_again_once_it_is_repaired(tmp_path
 
 
 def test_a_task_that_does_not_fit_the_context_is_a_row_with_the_verifiers_reward(tmp_path: Path):
-    """As NeMo Gym's servers have it; the same rows once gave another mean here, where such a row was a failure."""
+    """As in NeMo Gym's servers. When such a row counted as a failure, the mean over the same rows differed."""
     full = {"error": {"code": "context_length_exceeded", "message": "too long", "param": "messages"}}
 
     app = FastAPI()

@@ -1,4 +1,4 @@
-"""The commands, as a person types them: real servers, real files, the exit code and what is told."""
+"""The commands with real servers and files: their exit codes and output."""
 
 from __future__ import annotations
 

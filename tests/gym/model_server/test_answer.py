@@ -1,4 +1,4 @@
-"""What an engine's reply becomes."""
+"""Conversion of an engine's reply."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_which_version_drew_which_token_reaches_the_turns_of_an_agent_behind_the
 
 
 def test_the_record_of_an_agent_that_strips_the_token_fields_chains_where_its_prompts_continue(served: Served):
-    """Byte tokens render a history as it was, so the chain shows what a faithful tokenizer allows."""
+    """Byte tokens render a history unchanged, so the chain is that of a faithful tokenizer."""
 
     class Rendering(FakeEngine):
         def completion(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_the_record_of_an_agent_that_strips_the_token_fields_chains_where_its_pr
 
 
 def play(client: httpx.Client, dialect: str) -> None:
-    """Three calls of an agent that keeps a history of its own, without any token field."""
+    """Make three calls as an agent that keeps its own history without token fields."""
     if dialect == "chat":
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         for question in "bcd":

@@ -1,4 +1,4 @@
-"""What an engine is asked."""
+"""Requests to an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a call goes to, without any network."""
+"""Choice of an engine for a call, without a network."""
 
 from __future__ import annotations
 

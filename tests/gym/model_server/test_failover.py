@@ -111,7 +111,7 @@ def test_a_health_check_takes_an_engine_out_before_a_call_meets_it(served: Serve
 
 
 def test_calls_that_wait_for_an_engine_that_hangs_go_to_another_one(served: Served):
-    """It takes connections and says nothing any more, with a call inside."""
+    """The engine accepts connections but stops answering during a call."""
     hung, other = FakeEngine(hangs=True), FakeEngine()
     client = served(hung, other, health_check_seconds=0.05, connect_timeout_seconds=0.3)
     begun = time.monotonic()
@@ -121,7 +121,7 @@ def test_calls_that_wait_for_an_engine_that_hangs_go_to_another_one(served: Serv
 
 
 async def test_calls_of_many_sessions_at_once_spread_by_load_and_none_is_lost_when_an_engine_fails(served: Served):
-    """Engine 0 breaks after its tenth call; 100 sessions of three calls go on, each without an error."""
+    """Engine 0 fails after its tenth call; 100 sessions of three calls continue without an error."""
     count = 0
 
     def breaks(body: dict[str, Any]) -> tuple[int, bytes] | None:

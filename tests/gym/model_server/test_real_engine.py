@@ -21,7 +21,7 @@ FIELDS: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 40, "temperature
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of an engine whose policy answers "What is 2 + 3?" with a call of `add`."""
+    """Base URL of an engine with a policy that answers "What is 2 + 3?" with a call of `add`."""
     policy: Path = tiny.teach_tool_call(tmp_path_factory.mktemp("policy"), seed=5)
     with transformers_server(policy) as url:
         yield url
@@ -52,7 +52,7 @@ def test_three_turns_of_a_tool_conversation_are_one_unbroken_sequence_of_tokens(
 
 
 def test_an_agent_that_echoes_no_tokens_leaves_a_record_that_chains(served: Served, engine: str):
-    """Random text at temperature 1: what the policy draws is hardly ever how the tokenizer would write it."""
+    """Random text at temperature 1: the sampled tokens are rarely the tokenizer's."""
     client, prefix = served(engine), "/ng-rollout/7-0/training-token-capture"
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""What NeMo Gym's collector does on the wire, with aiohttp alone: find the agents at the head server, POST the rows, sum up."""
+"""NeMo Gym's collector on the wire, with aiohttp alone: find the agents at the head server, POST the rows, aggregate."""
 
 import json
 from typing import Any

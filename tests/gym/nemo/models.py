@@ -1,4 +1,4 @@
-"""A model server with a scripted policy, over real HTTP, that remembers what it was asked."""
+"""A model server with a scripted policy over real HTTP; it records its requests."""
 
 import asyncio
 from collections.abc import Iterator

@@ -278,7 +278,7 @@ def test_the_model_server_is_asked_at_the_configured_route(route, path):
 
 
 def foreign_journal(script: Script, **changes: Any) -> list[str]:
-    """What a resources server of somebody else is asked in a rollout, in order."""
+    """Requests to a foreign resources server in a rollout, in order."""
     app, journal = FastAPI(), []
 
     @app.post("/{route}")

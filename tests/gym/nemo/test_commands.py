@@ -128,7 +128,7 @@ def test_a_field_that_ours_does_not_know_is_refused(checkout):
 
 
 def fake_uv(directory: Path, *, fails: bool = False) -> dict[str, str]:
-    """A uv that makes the interpreter's place, notes what it was asked, and may fail at installing."""
+    """A uv that creates the interpreter's directory, records its calls, and may fail to install."""
     directory.mkdir()
     script = directory / "uv"
     script.write_text(

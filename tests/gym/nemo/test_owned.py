@@ -1,4 +1,5 @@
-"""`environment.kind: nemo_gym`: a run starts its servers, finds their agents, restarts a dead one, leaves nothing behind."""
+"""`environment.kind: nemo_gym`: a run starts its servers, finds their agents, restarts a dead one, and leaves nothing
+running."""
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ HANGS = "import time\ntime.sleep(600)\n"
 
 
 def foreign(tmp_path: Path, app: str) -> None:
-    """An agent server of somebody else's, beside the configuration."""
+    """A foreign agent server, next to the configuration."""
     place = tmp_path / "responses_api_agents" / "simple_agent"
     place.mkdir(parents=True)
     (place / "app.py").write_text(app)

@@ -1,4 +1,4 @@
-"""`roundhouse gym start` as a process: our servers, a foreign one, one that runs elsewhere; its end, however it comes."""
+"""`roundhouse gym start` as a process: our servers, a foreign one, one that runs elsewhere; all ways in which it ends."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 class Started:
-    """The command, its readiness line, and what it says to people."""
+    """The command, its readiness line, and its messages."""
 
     def __init__(self, directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.errors = (directory / "stderr.txt").open("wb")

@@ -212,7 +212,7 @@ def test_an_async_step_is_refused_in_a_thread() -> None:
 
 
 class Counting(BaseDataLoader):
-    """As NexRL's guide has it: no `load`, every method its own, and an item that comes late."""
+    """As in NexRL's guide: without `load`, with all its own methods, and an item that arrives late."""
 
     def __init__(self, config: Any, is_validate: bool = False) -> None:
         super().__init__(config, is_validate)

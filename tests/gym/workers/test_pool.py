@@ -119,7 +119,7 @@ NEXRL_SECTION = {
 
 @pytest.mark.parametrize("rule", ["batch_size", "loaded_batch_finished"])
 def test_every_trajectory_put_into_a_registered_pool_comes_out_once(rule: str) -> None:
-    """As RayResourceManager makes it: its configuration's keys were taken for fields, and every put failed silently."""
+    """As RayResourceManager creates it: the configuration's keys were taken for fields, and every put failed silently."""
     section = NEXRL_SECTION | {"check_batch_ready_function": rule}
     registered = Registration(NexRLRole.TRAJECTORY_POOL, TrajectoryPool, section, 1, "main")
     actor: Any = colocated_actor([registered])()

@@ -1,4 +1,4 @@
-"""A recipe directory (configuration, workspace, data) is found and played; what is wrong with one is named."""
+"""A recipe directory (configuration, workspace, data) is found and played; its faults are named."""
 
 import json
 import os

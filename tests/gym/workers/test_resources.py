@@ -1,4 +1,4 @@
-"""Roles of one group share a Ray actor, as often as its count says; roles without one have actors of their own."""
+"""Roles of one group share Ray actors, as many as its count; roles without a group have separate actors."""
 
 from __future__ import annotations
 

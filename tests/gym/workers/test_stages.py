@@ -18,7 +18,7 @@ WORKSPACE = Path(__file__).parent / "recipe" / "quiz" / "agent_workspace"
 
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
-    """Says "The answer is 7." to everything."""
+    """Engine that gives the fixed answer "The answer is 7." to each request."""
     with ScriptedEngine().serving() as server:
         yield server
 

@@ -44,7 +44,7 @@ async def play(worker: Any, script: Any = says("<answer>4</answer>"), item: dict
 
 
 class Says(Evaluator):
-    """Returns, or raises, what it was made with."""
+    """Worker that returns or raises its argument."""
 
     def __init__(self, told: Any) -> None:
         self.told = told

@@ -1,4 +1,4 @@
-"""Beside the evaluator, imported by name."""
+"""Helper module of the evaluator, imported by name."""
 
 
 def same(answer: str, truth: str) -> bool:

@@ -3,7 +3,7 @@ from roundhouse.environments.base import tool
 
 
 class QuizWorker(AgentRolloutWorker):
-    """Looks capitals up before it answers; what it said while it looked is not trained on when `final_only` is set."""
+    """Looks up capitals before it answers; with `final_only`, only the final text is trained on."""
 
     def __init__(self, llm, evaluator=None, final_only: bool = False):
         super().__init__(llm, evaluator)
