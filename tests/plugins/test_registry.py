@@ -205,7 +205,7 @@ def test_a_package_adds_an_engine_with_its_traits(site: Path) -> None:
     assert "ray" not in needed_services(config), "the flow's process serves it"
     assert "sampling" not in engine_arguments(config.generation), "it receives the sampling with each request"
     assert unnamed_code(config, []) == {}, "a person installed the code"
-    with pytest.raises(ConfigError, match=r"engine_args\.width: an engine of your own has none"):
+    with pytest.raises(ConfigError, match=r"engine_args\.width: a custom engine takes none"):
         parse_config({"run_id": "r", "generation": {"backend": "echo", "engine_args": {"width": 2}}})
 
 
