@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether a connection to the port of 127.0.0.1 is taken."""
+    """Return whether the port of 127.0.0.1 accepts a connection."""
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()
     except OSError:

@@ -56,7 +56,7 @@ def _started(before: set[psutil.Process], node: dict[str, int]) -> Cluster:
 
 
 def end_children_but(kept: set[psutil.Process]) -> None:
-    """End what this process has started since."""
+    """Stop the processes that this process has started since."""
     started = [child for child in psutil.Process().children(recursive=True) if child not in kept]
     for child in started:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -460,7 +460,7 @@ def test_costs_are_told_in_units_that_say_something_and_waste_with_its_reason(
 
 
 def commands(command: Any) -> Iterator[Callable[..., None]]:
-    """The functions behind a command and all of its subcommands."""
+    """Yield the functions of a command and all of its subcommands."""
     for each in getattr(command, "commands", {}).values():
         yield from commands(each)
     if not hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""The terminal's view of a run, from the events that a run tells: on a terminal of 80 columns, and without one."""
+"""The terminal's view of a run, from the run's events: on a terminal of 80 columns, and without one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_a_terminal_there_are_plain_lines_without_control_codes() -> Non
 
 
 def test_a_silent_wait_names_stage_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and the start of the engine said nothing for minutes."""
+    """Training and the start of the engine printed nothing for minutes."""
     monkeypatch.setattr(view_module, "PLAIN_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(view_module, "TICK_SECONDS", 60.0)
     written = io.StringIO()

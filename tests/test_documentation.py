@@ -1,5 +1,5 @@
-"""What the pages of the root and of docs/ name is there: files, headings, commands with their options, targets of make,
-modules, keys; and each block that is a configuration loads."""
+"""Names in the pages of the root and of docs/ exist: files, headings, commands with their options, targets of make, modules,
+keys; and each configuration block loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the page's headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     kept = ("".join(each for each in title.lower() if each.isalnum() or each in " -_") for title in titles)
     return {title.replace(" ", "-") for title in kept}
@@ -69,7 +69,7 @@ def dead_links(page: Path) -> Iterator[str]:
 
 
 def wrong_commands(line: str) -> Iterator[str]:
-    """Of a line: `roundhouse` commands, and options of theirs, that there are not. `a | b` are two of one group."""
+    """Yield the unknown `roundhouse` commands and options of a line. `a | b` are two of one group."""
     for said in re.findall(r"(?:^|· +)(?:\.venv/bin/)?roundhouse ([a-z][^#·]*)", line.replace("\\|", "|")):
         first, *others = (part.split() for part in said.split(" | "))
         path, command = follow(first)

@@ -1,4 +1,4 @@
-"""The distribution: its metadata, and what an installed wheel holds."""
+"""The distribution: its metadata, and the content of an installed wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quickstart does not need can be taken away: an iteration imports none of it."""
+"""Parts that the quickstart does not need are removable: an iteration imports none of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_imports_point_downwards_only() -> None:
 
 @pytest.mark.real
 def test_an_iteration_runs_without_the_removable_parts() -> None:
-    """Refit, collection, validation and a training step, beside the import of the flow; all parts are away."""
+    """Refit, collection, validation, a training step and the import of the flow, with all of these parts removed."""
     way = ROOT / "tools" / "measure_way.py"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(way), *REMOVABLE], cwd=ROOT, capture_output=True, text=True, timeout=240

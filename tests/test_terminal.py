@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 
 
 def opened_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Both streams of the process; pytest replaces those that a fixture sets."""
+    """Both streams of the process; pytest replaces streams that a fixture sets."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)

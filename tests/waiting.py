@@ -1,4 +1,4 @@
-"""How a test waits for what another thread or process brings about: for the thing itself, however slow the machine is."""
+"""Waits for events of other threads or processes: for the event itself, however slow the machine is."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def until(
     evidence: Callable[[], str] = str,
     seconds: float = SECONDS,
 ) -> Any:
-    """What `holds` answers, once that is true. `process`, if given, brings it about, and must not end before (its `poll`).
+    """Return the result of `holds` as soon as it is true. `process`, if given, causes it and must not end before (its `poll`).
 
-    Raises AssertionError, with `evidence`, where the process has ended, or when it does not come.
+    Raises AssertionError, with `evidence`, if the process has ended or the time is over.
     """
     begun = asked = time.monotonic()
     while not (found := holds()):

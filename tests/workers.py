@@ -251,7 +251,7 @@ def _have_own_terminal(config: pytest.Config) -> None:
 
 
 def _have_own_capture(config: pytest.Config) -> None:
-    """Give the capturing of this fork files of its own. Loggers keep the stream objects that they took at import."""
+    """Give this fork separate capture files. Loggers keep the stream objects of their import."""
     capturing = config.pluginmanager.getplugin("capturemanager")._global_capturing
     for stream in (capturing.out, capturing.err):
         if isinstance(stream, FDCapture):

@@ -1,8 +1,8 @@
-"""A small API server: real HTTP, objects in memory, lists and watches with resource versions as Kubernetes has them.
+"""A small API server: real HTTP, objects in memory, lists and watches with Kubernetes' resource versions.
 
-It is a fake, for machines without a real one: it validates nothing and runs no controllers (`players.py` has those). What it
-does keep is what a client must cope with: 409 for a name that is there, a watch from a version, bookmarks, 410 for a version
-that was compacted away, and the wait of a foreground deletion.
+It is a fake for machines without a real one: it validates nothing and runs no controllers (`players.py` has those). It
+implements the behaviour that a client must handle: 409 for an existing name, a watch from a version, bookmarks, 410 for a
+compacted version, and the wait of a foreground deletion.
 """
 
 from __future__ import annotations

@@ -36,6 +36,6 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[Stand]:
-    """For what needs a log or another thing that only a real node has."""
+    """The fake API server, for tests that need a log or another feature of a real node."""
     with fake_stand(tmp_path) as ready:
         yield ready

@@ -61,7 +61,7 @@ class ControlPlane:
         return ssl.create_default_context(cafile=str(self.directory / "tls.crt"))
 
     def stop(self, name: str) -> None:
-        """As a crash: an API server that is asked to end waits for its watches."""
+        """Kill it as by a crash: an API server that is asked to end waits for its watches."""
         process = self.processes.pop(name)
         process.kill()
         process.wait()
@@ -165,6 +165,6 @@ def _logs(directory: Path) -> str:
 
 
 def assets() -> Path | None:
-    """Where the binaries are."""
+    """Return the directory of the binaries."""
     named = os.environ.get("KUBEBUILDER_ASSETS")
     return Path(named) if named and (Path(named) / "kube-apiserver").exists() else None

@@ -44,7 +44,7 @@ class FaultPlan:
         """All calls by kind, failed ones too."""
 
     def draw(self, method: str, path: str) -> Fault | None:
-        """What happens to this call; the proxy asks for one call after the other."""
+        """Return the fault of this call; the proxy asks for the calls in order."""
         verb, kind = _kind(method, path)
         self.calls[kind] += 1
         if verb not in DECKS:

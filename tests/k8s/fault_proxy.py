@@ -23,7 +23,7 @@ first line; a watch is told that its version is gone (410)."""
 
 @dataclass
 class Fault:
-    """What happens to the next calls that fit."""
+    """A fault for the next matching calls."""
 
     status: int
     """Answered instead of passing the call on; or LOST, TORN, EXPIRED."""
@@ -36,13 +36,13 @@ class Fault:
 
 
 class Draws(Protocol):
-    """Where faults come from that nobody plants one by one (`fault_plan`)."""
+    """Source of faults that are not planted singly (`fault_plan`)."""
 
     def draw(self, method: str, path: str) -> Fault | None: ...
 
 
 class Faults:
-    """The faults to come, and what was asked."""
+    """Planned faults and recorded calls."""
 
     def __init__(self, upstream: str, tls: ssl.SSLContext | None) -> None:
         self.upstream = urlsplit(upstream)
@@ -155,7 +155,7 @@ class _Pass(BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
 
     def _break(self, answer: http.client.HTTPResponse, how: int) -> None:
-        """Begin to answer what is streamed, and break off."""
+        """Begin the streamed answer, then break the connection."""
         self.send_response(answer.status)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()

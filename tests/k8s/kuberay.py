@@ -1,7 +1,7 @@
-"""Who acts on RayServices in a cluster without nodes: KubeRay's operator as far as the flow sees it, and Serves to hand on to.
+"""KubeRay's operator for a cluster without nodes, as far as the flow depends on it, and Serve applications behind it.
 
-The operator does what KubeRay 1.6 does (rayservice_controller.go): reads Serve's status, then hands on `serveConfigV2` when it
-changed, through Go's values (each number a float64), and writes down what it read: one look behind.
+The operator follows KubeRay 1.6 (rayservice_controller.go): it reads Serve's status, then passes on a changed
+`serveConfigV2` through Go's values (each number a float64), and stores the status that it read, one step late.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LOOK_SECONDS = 0.2
 
 
 class Serve(Protocol):
-    """What the operator talks to: the dashboard of a Ray cluster."""
+    """The dashboard of a Ray cluster, as the operator calls it."""
 
     def statuses(self) -> Object: ...
     def put(self, config: Object) -> None: ...
 
 
 class FakeServe:
-    """Serve's answers without Ray: replicas that take every wish at once, or as a test says."""
+    """Serve's answers without Ray: replicas that apply every request at once, or as the test sets."""
 
     def __init__(self) -> None:
         self.config: Object = {"applications": []}
@@ -230,7 +230,8 @@ class Operator:
 
 
 def through_go(value: Any) -> Any:
-    """What Go's encoding/json writes of what it has read into `map[string]any`: the shortest digits of a float64."""
+    """Return a value after Go's encoding/json has read it into `map[string]any` and written it: the shortest digits of a
+    float64."""
     if isinstance(value, dict):
         return {key: through_go(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,9 +1,9 @@
-"""A cluster that runs containers, for tests: any that `KUBECONFIG` names and whose nodes have the images.
+"""A cluster that runs containers, for tests: the cluster of `KUBECONFIG`, with the images on its nodes.
 
     KUBECONFIG=… ROUNDHOUSE_IMAGES=flow=roundhouse/flow:0.1.0,trainer=…,engine=…,gym=… pytest tests/k8s/test_cluster*.py
 
-Invariant: all that a test makes is in a namespace of its own, deleted at its end. It needs the right to make namespaces
-and priority classes, and for a run a volume: a default storage class, or a PersistentVolume that is free.
+Invariant: all objects of a test are in a separate namespace, which is deleted at its end. It needs the right to create
+namespaces and priority classes, and for a run a volume: a default storage class, or a free PersistentVolume.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def images(*roles: str) -> dict[str, str]:
-    """The images of the roles; skips the test where there is no cluster, or an image is not named."""
+    """Images of the roles; skips the test without a cluster or without one of the images."""
     if "KUBECONFIG" not in os.environ:
         pytest.skip("needs a cluster: set KUBECONFIG")
     pairs = [item.partition("=") for item in os.environ.get(VARIABLE, "").split(",") if item]
@@ -47,7 +47,7 @@ def images(*roles: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Command(TrainJob):
-    """A training Job whose pods run another program: the manifest is the real one."""
+    """A training Job with another program in its pods; the manifest is the real one."""
 
     program: str = ""
 
@@ -90,7 +90,7 @@ class Nodes:
         return self.cluster.get(self.path(plural), labelSelector=selector).get("items") or []
 
     def log(self, pod: str) -> str:
-        """All that it has said, also when it has ended; what is not there (yet) is empty."""
+        """Return the whole log, also after the end; empty if it does not exist (yet)."""
         try:
             answer = self.cluster.stream(f"{self.path('pods')}/{pod}/log", {}, 20)
         except ApiRefused as refused:

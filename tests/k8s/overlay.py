@@ -1,6 +1,6 @@
-"""The `kind` overlay in a namespace of its own, for tests on nodes: its pods, its runs, and what lies in its store.
+"""The `kind` overlay in a separate namespace, for tests on nodes: its pods, its runs, and its store.
 
-Where and with which images: `tests/k8s/nodes.py`. `ROUNDHOUSE_BACKEND=transformers` for an engine image without vLLM.
+Cluster and images: `tests/k8s/nodes.py`. `ROUNDHOUSE_BACKEND=transformers` for an engine image without vLLM.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Deployed:
         return {item["type"]: item for item in status.get("conditions") or [] if item["status"] == "True"}
 
     def end(self, job: str, seconds: float = RUN_SECONDS) -> str:
-        """Wait until a Job is over; what its last pod said. Fails the test when the Job failed."""
+        """Wait for the end of a Job and return the log of its last pod. Fails the test if the Job failed."""
         conditions = until(
             lambda: {"Complete", "Failed"} & set(self.conditions(job)), f"end of Job {job}", seconds=seconds
         )
@@ -94,7 +94,7 @@ class Deployed:
         return self.begin(f"flow-{run_id}", files, ["roundhouse", "train", "/etc/roundhouse/run.yaml"])
 
     def ask(self, name: str, program: str, **files: str) -> Any:
-        """The last line of a program that runs beside the store, as JSON."""
+        """Run a program in the pod of the store and return its last line as JSON."""
         job = self.begin(name, {"ask.py": program, **files}, ["python", "/etc/roundhouse/ask.py"])
         return json.loads(self.end(job).strip().splitlines()[-1])
 
@@ -109,7 +109,7 @@ class Deployed:
         }
 
     def running(self, component: str, saying: str = "") -> str | None:
-        """Name of a pod of this component that runs, and whose log has these words."""
+        """Return the name of a running pod of this component with these words in its log."""
         for pod in self.nodes.found("pods", f"app.kubernetes.io/component={component}"):
             name = str(pod["metadata"]["name"])
             living = pod["status"].get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
@@ -138,7 +138,7 @@ def rendered(directory: Path, namespace: str, named: dict[str, str]) -> list[Obj
 
 @contextmanager
 def deployed_overlay(directory: Path) -> Iterator[Deployed]:
-    """Apply it; the directory is for its rendering. Skips the test where there are no nodes."""
+    """Apply the overlay, rendered into the directory. Skips the test without nodes."""
     named = images(*ROLES)
     with fresh_namespace(named["trainer"]) as nodes:
         items = rendered(directory.resolve(), nodes.namespace, named)

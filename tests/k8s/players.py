@@ -1,6 +1,6 @@
-"""Who acts in a cluster without nodes: a kubelet that does what a test says, and, for the fake API server, a Job controller.
+"""Actors of a cluster without nodes: a kubelet controlled by the test, and a Job controller for the fake API server.
 
-Both are clients of the API server like any other, so the kubelet plays before a real one too, beside the real Job controller.
+Both are ordinary clients of the API server, so the kubelet also works with a real one and its Job controller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def now() -> str:
 
 
 class Kubelet:
-    """Runs each new pod through `behave`, in a thread of its own; ends pods that are being deleted at once."""
+    """Runs each new pod through `behave` in a separate thread; ends deleted pods at once."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Kubelet:
         self.cluster.patch(f"{self._path}/{name}/status", {"status": fields})
 
     def bind(self, pod: Object) -> None:
-        """What a scheduler does."""
+        """Bind the pod to a node as a scheduler does."""
         name = pod["metadata"]["name"]
         if self._logs is None:
             target = {"apiVersion": "v1", "kind": "Node", "name": "node-1"}
@@ -150,7 +150,7 @@ class Kubelet:
         self.status(pod, phase="Failed", conditions=[condition], containerStatuses=[self._killed(pod)])
 
     def evict(self, pod: Object, message: str) -> None:
-        """The node itself ends the pod, and says so in the pod's own reason."""
+        """End the pod as an eviction by its node, with the reason in its status."""
         self.status(pod, phase="Failed", reason="Evicted", message=message)
 
     def _end_log(self, pod: Object) -> None:
@@ -178,10 +178,10 @@ class Kubelet:
 
 
 def run_container(kubelet: Kubelet, pod: Object, places: dict[str, str] | None = None) -> None:
-    """What a kubelet does with a pod: the process of this machine, its log, its exit code.
+    """Run a pod as a kubelet does: as a process of this machine, with its log and exit code.
 
     Args:
-        places: variables whose values are paths, as they are here.
+        places: variables with paths as values, mapped to this machine.
     """
     container = pod["spec"]["containers"][0]
     kubelet.run(pod)

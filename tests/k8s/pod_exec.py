@@ -16,7 +16,7 @@ _MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
 def answer(request: BaseHTTPRequestHandler, pod: LocalProcess) -> None:
-    """Run the command of an exec in the pod and send what it writes."""
+    """Run the command of an exec in the pod and send its output."""
     query = parse_qs(urlsplit(request.path).query)
     accept = base64.b64encode(hashlib.sha1(request.headers["Sec-WebSocket-Key"].encode() + _MAGIC).digest()).decode()
     request.send_response(101)
@@ -47,7 +47,7 @@ def _status(code: int) -> dict[str, Any]:
 
 
 def _stdin(request: BaseHTTPRequestHandler, command: list[str]) -> bytes:
-    """As much as the command's `head -c` reads."""
+    """Return as many bytes as the command's `head -c` reads."""
     found = b""
     script = next(part for part in command if "head -c " in part)
     size = int(script.split("head -c ")[1].split()[0])

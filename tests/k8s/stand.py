@@ -1,4 +1,4 @@
-"""An API server, faults before it, and a kubelet: what the tests of Jobs stand on."""
+"""The base of the Job tests: an API server, a proxy with faults, and a kubelet."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def fake_stand(directory: Path) -> Iterator[Stand]:
 
 @contextmanager
 def real_stand(plane: ControlPlane) -> Iterator[Stand]:
-    """Before a real API server with the real Job controller, in a namespace of its own."""
+    """Yield a stand with a real API server and Job controller, in a separate namespace."""
     namespace = f"rh-{uuid.uuid4().hex[:8]}"
     admin = cluster_of(plane.kubeconfig())
     admin.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})

@@ -1,4 +1,4 @@
-"""What each component's role may do in the bucket, tried with the names that the store and a shard's worker really use."""
+"""Permissions of each component's role in the bucket, tested with the names that the store and shard workers really use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ, WRITE, DELETE = "s3:GetObject", "s3:PutObject", "s3:DeleteObject"
 
 
 def may(component: str, action: str, name: str) -> bool:
-    """As IAM decides: allowed by a statement and denied by none."""
+    """Return IAM's decision: allowed by a statement and denied by none."""
     statements = json.loads((OVERLAY / f"bucket-policies/{component}.json").read_text())["Statement"]
     effects = {
         statement["Effect"]
@@ -32,7 +32,7 @@ def may(component: str, action: str, name: str) -> bool:
 
 
 def names_of_a_shard(directory: Path) -> list[str]:
-    """What the worker of a shard writes into a collect stage, named from the store's root."""
+    """Return the files of a shard's worker in a collect stage, relative to the store's root."""
     stage = Stage(
         Location(str(directory / "runs/r/iterations/000001/collect")), kind="collect", run_id="r", iteration=1
     )

@@ -1,7 +1,7 @@
-"""The `kind` overlay on a cluster that runs containers: a whole run of its pods, in a namespace of its own.
+"""The `kind` overlay on a cluster that runs containers: a whole run in pods, in a separate namespace.
 
-Where and with which images: `tests/k8s/nodes.py`. `ROUNDHOUSE_BACKEND=transformers` for an engine image without vLLM.
-A run of two iterations takes minutes, most of them the starts of pods.
+Cluster and images: `tests/k8s/nodes.py`. `ROUNDHOUSE_BACKEND=transformers` for an engine image without vLLM. A run of two
+iterations takes minutes, most of them the starts of pods.
 """
 
 from __future__ import annotations

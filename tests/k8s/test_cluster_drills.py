@@ -1,8 +1,8 @@
-"""Drills on nodes: a pod of a run is taken away in mid-stage, and the store tells what was done again.
+"""Drills on nodes: a pod of a run is deleted in mid-stage, and the store shows the repeated work.
 
-Invariant of each: the run ends with all its iterations, every stage that was complete stays as it was, and at most one stage
-has a second attempt, which takes over what the first had finished; the loss of a shard's pod costs no attempt. Each prints
-what it cost. See `tests/k8s/nodes.py`.
+Invariant of each: the run ends with all its iterations, every complete stage stays unchanged, and at most one stage has a
+second attempt, which takes over the finished work of the first; the loss of a shard's pod costs no attempt. Each prints its
+cost. See `tests/k8s/nodes.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Drill:
         )
 
     def finished(self) -> int | None:
-        """Rollouts of the collection that is under way, by the flow's metrics; None where there is none."""
+        """Return the finished rollouts of the current collection by the flow's metrics, or None."""
         path = f"{self.deployed.nodes.path('pods')}/{self.flow_pod()}:9464/proxy/metrics"
         try:
             text = self.deployed.nodes.cluster.stream(path, {}, 20).data.decode()
@@ -77,7 +77,7 @@ class Drill:
         return str(until(lambda: self.pod_of("trainer"), "a trainer's pod", seconds=SECONDS))
 
     def shard(self, label: str) -> str:
-        """The pod that works on a shard, once it has told of finished rollouts; its name."""
+        """Return the name of the pod that works on a shard, after it has reported finished rollouts."""
 
         def at_work() -> str | None:
             pod = self.pod_of("collector", f",roundhouse/shard={label}")
@@ -139,14 +139,14 @@ print("{}")
 
 @pytest.fixture(scope="module")
 def policy(deployed: Deployed) -> Object:
-    """What all drills start from: also with a remote environment, which makes no policy itself."""
+    """Starting policy of all drills, also with a remote environment, which makes no policy itself."""
     tree = deployed.config("start", policy={"kind": "warm_start", "steps": 100})
     deployed.ask("start", START, **{"run.yaml": yaml.safe_dump(tree)})
     return {"kind": "pretrained", "path": "/store/runs/start/checkpoints/000000"}
 
 
 def drill(deployed: Deployed, name: str, policy: Object, **changed: Any) -> Drill:
-    """A run whose collections last long enough to be met in their middle."""
+    """A run with collections that are long enough to be interrupted."""
     run_id = f"drill-{name}"
     rollout = {"prompts_per_iteration": ROLLOUTS // 8, "group_size": 8, "max_turns": 4, "concurrency": 1} | changed.pop(
         "rollout", {}

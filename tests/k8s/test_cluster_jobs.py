@@ -1,7 +1,7 @@
-"""What a real kubelet, scheduler and Job controller make of a training Job, and how it is told.
+"""A training Job on a real kubelet, scheduler and Job controller, and the report of its end.
 
-The other tests of Jobs play the kubelet; these hold what it was played to do against the real one. They run where
-`tests/k8s/nodes.py` says, and only the program in the pods is not the trainer's.
+The other tests of Jobs simulate the kubelet; these compare the simulation with a real one. They run as `tests/k8s/nodes.py`
+describes; only the program in the pods is not the trainer's.
 """
 
 from __future__ import annotations

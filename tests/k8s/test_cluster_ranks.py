@@ -1,7 +1,7 @@
-"""Resident ranks in pods of real nodes: what they train, and what a loss of any of them costs.
+"""Resident ranks in pods of real nodes: their training results, and the cost of losing any of them.
 
-The flow is the test, outside of the cluster: it reads where rank 0 serves from that pod's log, and calls the pod's address.
-Where and with which images: `tests/k8s/nodes.py`, and for the bucket `tests/k8s/test_cluster_cache.py`.
+The test takes the part of the flow, outside of the cluster: it reads the address of rank 0 from that pod's log, and calls
+it. Cluster and images: `tests/k8s/nodes.py`; bucket: `tests/k8s/test_cluster_cache.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def own_connections() -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What as many ranks of this machine write in two iterations."""
+    """Files of two iterations by as many ranks on this machine."""
     place = tmp_path_factory.mktemp("here")
     run = make_run(str(place / "store"), place, kind="resident", processes=PODS)
     base, written = starting_policy(run), []
@@ -61,7 +61,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 class Ranks:
-    """A run whose trainer is `PODS` pods of one rank each."""
+    """A run with a trainer of `PODS` pods with one rank each."""
 
     def __init__(self, nodes: Nodes, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
         self.nodes, self.cache = nodes, tmp_path / "cache"
@@ -80,7 +80,8 @@ class Ranks:
         self.base = starting_policy(self.run)
 
     def train(self, iteration: int, *attempts: Callable[[], None]) -> dict[str, str]:
-        """The files of a version. Each of `attempts` ends one that was begun: it is called before, and the attempt fails."""
+        """Train and return the files of a version. Each of `attempts` disturbs one attempt: it is called first, and the
+        attempt fails."""
         batch = sequences(self.run, iteration)
         for lose in attempts:
             lose()
@@ -157,7 +158,7 @@ def kill(ranks: Ranks) -> None:
 
 
 def evict(ranks: Ranks) -> None:
-    """As a drain of its node does."""
+    """Evict the pod as a drain of its node does."""
     ranks.nodes.evict(ranks.pod(1))
 
 
@@ -177,7 +178,7 @@ def test_a_pod_that_is_lost_is_named_and_the_next_attempt_writes_the_same_in_oth
 def test_ranks_go_with_the_pod_of_their_flow(
     ranks: Ranks, expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The garbage collector ends what a flow's pod owns, also when nobody is there to do it."""
+    """The garbage collector deletes the objects that a flow's pod owns, even without the flow."""
     plan = ranks.nodes.plan("import time; time.sleep(3000)")
     template = plan.job(1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "uid": "x"}})["spec"][
         "template"

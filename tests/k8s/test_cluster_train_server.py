@@ -1,7 +1,7 @@
-"""The component `train-server` on a real node: what a run trains at it, and what a loss of its pod or of a rank costs.
+"""The component `train-server` on a real node: a run that trains with it, and the cost of losing its pod or a rank.
 
-The flow is the test, outside of the cluster: it calls the Service's address, which this machine has to reach as a node does.
-Where and with which images: `tests/k8s/nodes.py`, and for the bucket `tests/k8s/test_cluster_cache.py`.
+The test takes the part of the flow, outside of the cluster: it calls the Service's address, which this machine must reach
+like a node. Cluster and images: `tests/k8s/nodes.py`; bucket: `tests/k8s/test_cluster_cache.py`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Server:
         return str(until(found, "a train server that is ready", seconds=SECONDS))
 
     def inside(self, pod: str, program: str) -> str:
-        """What a program in its container prints."""
+        """Return the output of a program in its container."""
         command = ["kubectl", "exec", "-n", self.nodes.namespace, pod, "--", "python", "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -167,7 +167,7 @@ def test_a_run_at_the_server_writes_what_as_many_ranks_of_one_machine_write(
 
 
 def delete(server: Server, pod: str) -> None:
-    """As an eviction does."""
+    """Delete the pod as an eviction does."""
     server.nodes.cluster.delete(f"{server.nodes.path('pods')}/{pod}", propagation="Background")
 
 

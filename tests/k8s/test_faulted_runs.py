@@ -1,7 +1,7 @@
-"""Whole runs before an API server that fails most calls: the same bytes as before one that never does.
+"""Whole runs with an API server that fails most calls: the same bytes as with one that never fails.
 
-The real command with a real Prefect server, engine and environment; its training steps are Jobs whose pods are processes of
-this machine. Between it and the API server a proxy fails most calls, by a seed.
+The real command with a real Prefect server, engine and environment; its training steps are Jobs with processes of this
+machine as pods. A proxy in front of the API server fails most calls, by a seed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def play(machine: Machine, stand: Stand, run_id: str) -> Played:
 
 
 def run_as_fork(machine: Machine, stand: Stand, pod: Object) -> None:
-    """What a kubelet does with a pod, its process born with everything imported."""
+    """Run a pod as a fork of a process with all imports done."""
     _, module, *arguments = pod["spec"]["containers"][0]["args"]
     log = machine.directory / f"{pod['metadata']['name']}.log"
     log.touch()
@@ -140,7 +140,7 @@ def assert_one_job_a_step(played: Played) -> None:
 
 
 def assert_calls_are_bounded_and_reported(played: Played, unfaulted: Played, plan: FaultPlan) -> None:
-    """A failed call costs two more at most: what a lost reply made is looked up; a watch that is gone begins with a list."""
+    """A failed call costs at most two more: the result of a lost reply is looked up, and a lost watch begins with a list."""
     reported = sum(step.metrics["train/kubernetes_calls"] for step in played.steps())
     assert reported == len(played.seen) == plan.calls.total()
     assert reported <= len(unfaulted.seen) + 2 * plan.drawn.total(), (plan.calls, Counter(unfaulted.seen))

@@ -1,4 +1,4 @@
-"""The flow's Job: what a pod of `roundhouse train` says by its exit code, the Job controller understands."""
+"""The flow's Job: the Job controller handles every exit code of `roundhouse train`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_overlay_ends_the_flow_at_the_codes_for_which_repeating_cannot_hel
 
 
 def begin(stand: Stand, *ends: Any) -> str:
-    """The base's Job in the stand, whose pods end one after the other as these say."""
+    """Create the base's Job in the stand; its pods end one after the other with these codes."""
     left = list(ends)
 
     def behave(pod: Object) -> None:

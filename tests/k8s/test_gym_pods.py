@@ -1,8 +1,8 @@
-"""`environment.kind: nemo_gym` on a cluster: its servers are pods, healthy before the first rollout, replaced where one dies,
-gone at the end.
+"""`environment.kind: nemo_gym` on a cluster: its servers are pods, healthy before the first rollout, replaced after a death,
+deleted at the end.
 
-There are no nodes and no names: the kubelet of the test runs each server as a process of this machine, where it reads
-`<service>.<namespace>.svc` as the loopback address.
+The test has no nodes and no DNS: its kubelet runs each server as a process of this machine, which resolves
+`<service>.<namespace>.svc` to the loopback address.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ TASKS = 2
 
 
 def settings(tmp_path: Path, namespace: str = "roundhouse", engine: str = "http://engine:9000", **given: Any) -> Object:
-    """A run of the calculator behind NeMo Gym's contracts, each server at a port that is free here."""
+    """A run of the calculator behind NeMo Gym's contracts, with a free port for each server."""
     tree = yaml.safe_load(CALCULATOR)
     *ports, head = free_ports(4)
     for port, (name, kind) in zip(ports, [(name, *each) for name, each in tree.items()], strict=True):
@@ -110,13 +110,13 @@ def settings(tmp_path: Path, namespace: str = "roundhouse", engine: str = "http:
 
 
 def name_of(item: Object) -> str:
-    """Of the server that a pod or Job is of."""
+    """Return the name of the server of a pod or Job."""
     label = item["metadata"]["labels"]["roundhouse/shard"]
     return next(name for name in NAMES if label.startswith(name.replace("_", "-")) and len(label) == len(name) + 7)
 
 
 class Machine:
-    """This machine as the node: what a kubelet, the cluster's names and its proxies do for a server."""
+    """This machine as the node: kubelet, DNS and proxies for a server."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -168,7 +168,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def run_on(machine: Machine, tmp_path: Path, engine: FakeEngine, **given: Any) -> Run:
-    """A run whose engine has a name of the cluster."""
+    """Return a run with an engine under a name of the cluster."""
     namespace, port = machine.stand.namespace, engine.url.rpartition(":")[2]  # type: ignore[attr-defined]
     url = f"http://engine.{namespace}.svc:{port}"
     return open_run(parse_config(settings(tmp_path, namespace, url, **given)))
@@ -181,7 +181,7 @@ def collected(run: Run, iteration: int) -> list[Any]:
 
 @contextmanager
 def flow_pod(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Iterator[Object]:
-    """The Job of the flow, one of whose pods this process is."""
+    """The Job of the flow, with this process as one of its pods."""
     monkeypatch.setattr(socket, "gethostname", lambda: "roundhouse-flow-0-abcde")
     jobs = f"/apis/batch/v1/namespaces/{stand.namespace}/jobs"
     assert stand.state is not None

@@ -1,4 +1,5 @@
-"""The images' instructions, read without an engine: what they copy exists, whom they run as, and that manifests name them.
+"""The images' instructions, read without an engine: the copied files exist, the users are right, and manifests name the
+images.
 
 No image is built here. `images/install.sh` and `images/smoke.sh`, which do the work of the build, run anywhere.
 """
@@ -108,7 +109,7 @@ def test_an_unknown_role_or_device_is_refused_with_the_known_ones(arguments: lis
 
 
 def test_a_builder_whose_client_is_here_and_does_not_work_is_passed_over(tmp_path: Path) -> None:
-    """Docker's client without a daemon, as on many clusters' jump hosts; buildah beside it works."""
+    """Docker's client without a daemon, as on many clusters' jump hosts; buildah works."""
     called = tmp_path / "called"
     for name, code in (("docker", 1), ("podman", 1), ("buildah", 0)):
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $1" >>{called}\nexit {code}\n')

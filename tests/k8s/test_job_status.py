@@ -1,4 +1,4 @@
-"""When a Job's pods say enough, and when its conditions must."""
+"""Cases in which the pods of a Job decide its end, and cases in which its conditions must."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(*conditions: str, pods: int = 2) -> Object:
 
 
 def pod(index: int, code: int | None) -> Object:
-    """A pod whose container has ended with a code, while the kubelet still calls it running."""
+    """A pod with a container that has ended, while the kubelet still reports it as running."""
     state: Object = {"running": {}} if code is None else {"terminated": {"exitCode": code}}
     return {
         "metadata": {"name": f"j-{index}-{code}", "annotations": {INDEX: str(index)}},

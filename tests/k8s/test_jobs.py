@@ -230,7 +230,7 @@ def test_a_job_that_ended_and_was_cleaned_up_before_anybody_looked_is_told_as_it
 
 
 class Cancelled(BaseException):
-    """What a flow's cancellation is to the code in it."""
+    """The exception of a flow's cancellation."""
 
 
 def test_cancellation_deletes_the_job_and_returns_when_its_pods_are_gone(
@@ -336,7 +336,7 @@ def watches(stand: Stand) -> list[str]:
 
 
 def test_a_create_that_met_another_write_of_its_quota_is_made_again(stand: Stand) -> None:
-    """409 too, but nothing has that name: it was told as an object that is there and has vanished."""
+    """Also a 409, but the name is free: it was reported as an object that exists and has vanished."""
     for path in ("/configmaps", "/jobs"):
         stand.faults.planted.append(Fault(409, "POST", path, reason="Conflict"))
     assert stand.run(stand.plan()) == 1
@@ -487,7 +487,7 @@ def test_a_pod_that_failed_without_a_message_is_told_with_the_end_of_its_log(fak
 
 
 def test_the_reason_of_a_job_without_pods_is_asked_for(fake: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is given up, also where the first look after its time comes too late for anything else."""
+    """Before the Job is abandoned, even if the first check comes after its time limit."""
     monkeypatch.setattr(job_status, "NO_POD_SECONDS", 1.0)
     plan = fake.plan(trainer={"pending_seconds": 1})
     monkeypatch.setattr("tests.k8s.players.JobController._create", lambda *_: None)

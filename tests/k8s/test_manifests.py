@@ -209,7 +209,7 @@ def test_kuberays_operator_is_let_in_by_the_labels_of_its_chart_and_of_its_kusto
 
 @with_kubectl
 def test_every_pod_asks_for_the_disk_that_it_fills() -> None:
-    """A scheduler that is not told places pods of 500 Gi on nodes without them, and the node evicts others."""
+    """Without a request, a scheduler places pods of 500 Gi on nodes without the space, and the node evicts others."""
     specs = [spec for overlay in OVERLAYS for item in rendered(overlay) for _, spec in pod_specs(item)]
     specs += [spec for item in [*train_manifests(), shard_manifest(), *gym_manifests()] for _, spec in pod_specs(item)]
     for spec in specs:

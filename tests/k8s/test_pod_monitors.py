@@ -1,4 +1,4 @@
-"""The optional component for the Prometheus operator: what it names is there, in every overlay."""
+"""The optional component for the Prometheus operator: its names exist in every overlay."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_ports_that_are_scraped_are_declared_and_open_to_prometheus(overlay:
 
 
 def trainer(environment: dict[str, str]) -> Object:
-    """The Job of a step whose run has this in infra.environment."""
+    """Return the Job of a step with these variables in infra.environment."""
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "b"}}
     identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
     infra = KubernetesInfra(environment=environment)
@@ -141,7 +141,7 @@ def test_every_page_that_the_manifests_open_is_open_to_the_scraper() -> None:
 
 
 def admits(policy: Object, labels: Object, port: int) -> bool:
-    """Whether the policy lets Prometheus of another namespace to the pod."""
+    """Return whether the policy admits Prometheus of another namespace to the pod."""
     if not matches(policy["spec"]["podSelector"], labels):
         return False
     return any(

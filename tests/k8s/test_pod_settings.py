@@ -1,4 +1,4 @@
-"""What each key of `infra` with `kind: kubernetes` puts into the Job of a step, of a shard or of a gym server."""
+"""Effect of each key of `infra` with `kind: kubernetes` on the Job of a step, of a shard or of a gym server."""
 
 from __future__ import annotations
 

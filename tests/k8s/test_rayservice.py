@@ -60,7 +60,7 @@ def manifest(name: str, namespace: str) -> Object:
 
 @dataclass
 class Scene:
-    """A RayService, its operator, and the Serve behind it."""
+    """A RayService, its operator, and its Serve application."""
 
     stand: Stand
     serve: FakeServe

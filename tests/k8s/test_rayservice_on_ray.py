@@ -1,7 +1,7 @@
-"""A RayService's application on a real Ray Serve: KubeRay is played by the test, Serve and the replicas are real.
+"""A RayService's application on a real Ray Serve: the test simulates KubeRay; Serve and the replicas are real.
 
-The engine has no disk in common with the flow: it fetches config and tokenizer from a bucket, and weights from there or from
-the flow's process. What it hears of either it hears through `serveConfigV2`.
+The engine shares no disk with the flow: it fetches config and tokenizer from a bucket, and weights from there or from the
+flow's process. It learns both addresses through `serveConfigV2`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GENERATION = {
 
 
 def proof(refitted: Reference) -> dict[str, Any]:
-    """What the one replica said at a refit."""
+    """Return the report of the one replica at a refit."""
     details = read_manifest(refitted).details
     [replica] = details["replicas"]
     return {**replica, **details["proof"]}

@@ -1,6 +1,6 @@
-"""Resident ranks on a cluster: a Job whose pods hold the model across iterations, behind the flow's verbs.
+"""Resident ranks on a cluster: a Job with pods that hold the model across iterations, behind the flow's verbs.
 
-There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+The test has no nodes: its kubelet runs the container's command as a process of this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def resident_run(stand: Stand, store: str, tmp_path: Path, patch: pytest.MonkeyP
 
 
 def trained(run: Run, tmp_path: Path) -> list[dict[str, str]]:
-    """What two iterations write."""
+    """Files of two iterations."""
     base, found = starting_policy(run), []
     for iteration in (1, 2):
         base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, tmp_path / "cache"))
@@ -81,7 +81,7 @@ def test_a_pod_that_is_killed_is_named_and_the_next_attempt_starts_another(
 
 
 class Waiting:
-    """A program of a launcher's that waits until it is ended, in a thread; and what it ended with."""
+    """A program of a launcher that waits in a thread until it is stopped, and its outcome."""
 
     def __init__(self, launcher: Launcher, place: str, digest: str) -> None:
         self.ended: BaseException | None = None

@@ -1,6 +1,6 @@
-"""The flow's account: what a run does is allowed, what it does not do is refused; and what the doctor says of both.
+"""The flow's account: the calls of a run are allowed, all others are refused, and the doctor reports both.
 
-Before a real API server, with a token of the real service account.
+With a real API server and a token of the real service account.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def install(stand: Stand, *files: str) -> None:
 
 @pytest.fixture
 def as_flow(plane: ControlPlane, tmp_path: Path) -> Iterator[Stand]:
-    """A stand whose code under test is the service account roundhouse-flow."""
+    """A stand that runs the tested code as the service account roundhouse-flow."""
     if not plane.has_controllers:
         pytest.skip("needs the Job controller: put kube-controller-manager into KUBEBUILDER_ASSETS")
     with real_stand(plane) as stand:

@@ -1,4 +1,4 @@
-"""Sandboxes that are claimed pods, before a fake API server whose pods are local sandboxes. Not run on a real cluster."""
+"""Sandboxes as claimed pods, with a fake API server and local sandboxes as pods. Not run on a real cluster."""
 
 import asyncio
 import datetime
@@ -30,7 +30,7 @@ CONFIG = KubernetesSandbox(
 
 
 class Controller:
-    """What the controller of agent-sandbox does with a claim: a ready sandbox with a pod of the pool, at once."""
+    """The controller of agent-sandbox: a claim gets a ready sandbox with a pod of the pool, at once."""
 
     def __init__(self, state: ApiState) -> None:
         self.pods: dict[str, LocalProcess] = {}

@@ -1,6 +1,6 @@
-"""A collection over Jobs of a cluster is the collection by one process, and a lost Job costs its own shard and nothing else.
+"""A collection over Jobs of a cluster equals the collection by one process, and a lost Job costs only its own shard.
 
-There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+The test has no nodes: its kubelet runs the container's command as a process of this machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def settings(namespace: str, store: str, shards: int, **collector: Any) -> Objec
 
 
 def on_cluster(stand: Stand, store: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Reference]:
-    """A run whose shards are Jobs of the stand, and its weights."""
+    """A run with shards as Jobs of the stand, and its weights."""
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod)
     run = open_run(parse_config(settings(stand.namespace, store, shards)))
@@ -82,7 +82,7 @@ def shard_of(item: Object) -> str:
 
 
 def pods_by_shard(stand: Stand) -> dict[str, int]:
-    """How many pods each shard had, also those that are gone."""
+    """Return the number of pods that each shard had, deleted ones included."""
     labels = ["s0001of0002", "s0002of0002"]
     return {label: sum(label in name for name in stand.kubelet.pods) for label in labels}
 
@@ -437,7 +437,7 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def may(sender: dict[str, str], receiver: dict[str, str], port: int | str) -> bool:
-    """Whether the policies let a pod of the namespace call another one of it on a port: both ends have to."""
+    """Return whether the policies of both ends let a pod of the namespace call another one on a port."""
     return _lets(sender, receiver, port, "Egress") and _lets(receiver, sender, port, "Ingress")
 
 

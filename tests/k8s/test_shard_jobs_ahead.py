@@ -1,6 +1,6 @@
-"""A collection that runs ahead of training over Jobs: a lost pod costs its shard, and a lane that is stopped leaves no Job.
+"""A collection that runs ahead of training over Jobs: a lost pod costs its shard, and a stopped lane leaves no Job.
 
-There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+The test has no nodes: its kubelet runs the container's command as a process of this machine.
 """
 
 from __future__ import annotations

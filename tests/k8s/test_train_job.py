@@ -1,6 +1,6 @@
-"""The train stage on a cluster: a Job whose pods run the real training step, against a bucket.
+"""The train stage on a cluster: a Job with pods that run the real training step, with a bucket.
 
-There are no nodes: the kubelet of the test runs the container's command as a process of this machine.
+The test has no nodes: its kubelet runs the container's command as a process of this machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Flow runs as Jobs: the work pool's template, what Prefect makes of it, and its worker before a real API server.
+"""Flow runs as Jobs: the work pool's template, Prefect's Job from it, and Prefect's worker with a real API server.
 
-The worker is Prefect's own (package prefect-kubernetes), which is not in this environment: ROUNDHOUSE_WORKER_PYTHON names the
-interpreter of one that has it.
+The worker is Prefect's own (package prefect-kubernetes), which is not in this environment: ROUNDHOUSE_WORKER_PYTHON names
+the interpreter of an environment with it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_the_exit_code_of_a_flow_runs_pod_is_one_for_failed_flow_runs(
 
 
 def job_ended(stand: Stand, job: Object, places: dict[str, str]) -> str:
-    """How the Job controller says that this Job has ended, its pod's process run here."""
+    """Run the pod's process here and return the Job controller's condition of the ended Job."""
     stand.kubelet.behave = lambda pod: run_container(stand.kubelet, pod, places)
     job = json.loads(json.dumps(job))
     job["metadata"] = {"name": "a-flow-run-x", "namespace": stand.namespace, "labels": job["metadata"]["labels"]}

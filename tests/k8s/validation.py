@@ -1,7 +1,7 @@
-"""Offline validation of manifests: what the published schemas find, and what they do not.
+"""Offline validation of manifests: checks by the published schemas, and further checks.
 
-Schemas (PyPI kubernetes-validate, the CRDs of KubeRay) find unknown fields, wrong types and missing fields. They let pass a
-wrong enum value, quantity or name, so `lint` looks at those.
+Schemas (PyPI kubernetes-validate, the CRDs of KubeRay) find unknown fields, wrong types and missing fields. They accept
+wrong enum values, quantities and names, so `lint` checks those.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def written() -> Iterator[tuple[str, Object]]:
 
 
 def problems(item: Object) -> list[str]:
-    """What is wrong with a manifest; empty when nothing is."""
+    """Return the faults of a manifest."""
     name = f"{item['kind']} {item['metadata']['name']}"
     group = item["apiVersion"].split("/")[0]
     if "." in group and not group.endswith((".k8s.io", ".io")) and group != POD_MONITOR_GROUP:
@@ -109,7 +109,7 @@ def lint(item: Object) -> Iterator[str]:
 
 
 def pod_specs(item: Any, path: str = "") -> Iterator[tuple[str, Object]]:
-    """Every pod's spec below: a template's, and of a Ray cluster those that KubeRay makes of its templates."""
+    """Yield the spec of every pod below: a template's, and of a Ray cluster those made by KubeRay from its templates."""
     if isinstance(item, dict) and "headGroupSpec" in item:
         yield from ((f"{path}.{name}", spec) for name, spec in pods_as_made(item).items())
     elif isinstance(item, dict):
@@ -123,10 +123,10 @@ def pod_specs(item: Any, path: str = "") -> Iterator[tuple[str, Object]]:
 
 
 def pods_as_made(cluster: Object) -> dict[str, Object]:
-    """Pods that KubeRay makes of a `rayClusterConfig`: spec of the head and of a pod of each worker group, by name.
+    """Return the pods that KubeRay makes of a `rayClusterConfig`: spec of the head and of a pod of each worker group, by name.
 
-    What it adds to the templates (ray-operator/controllers/ray/common/pod.go): the autoscaler's container, which has only what
-    `autoscalerOptions` says beside its command and resources, and `wait-gcs-ready`, which copies the Ray container's security.
+    It adds to the templates (ray-operator/controllers/ray/common/pod.go) the autoscaler's container, with
+    `autoscalerOptions`, its command and resources, and `wait-gcs-ready`, with a copy of the Ray container's security.
     """
     cluster = json.loads(json.dumps(cluster))
     head = cluster["headGroupSpec"]["template"]["spec"]
@@ -165,7 +165,7 @@ def pods_as_made(cluster: Object) -> dict[str, Object]:
 
 
 def unrestricted(spec: Object) -> list[str]:
-    """What Pod Security `restricted`, and our own wish for read-only roots, would refuse in a pod."""
+    """Return the violations of Pod Security `restricted` and of our rule of read-only roots in a pod."""
     found = []
     whole = spec.get("securityContext", {})
     if not whole.get("runAsNonRoot") or not whole.get("runAsUser"):

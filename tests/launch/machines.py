@@ -1,6 +1,7 @@
-"""A launcher whose two machines share nothing but a bucket: each is a mount namespace with a /tmp of its own.
+"""A launcher with two machines that share only a bucket: each is a mount namespace with a separate /tmp.
 
-`python -m tests.launch.machines <fields of Machine as JSON>` is such a machine, and runs a program's ranks as Ray's actor does.
+`python -m tests.launch.machines <fields of Machine as JSON>` is such a machine, and runs a program's ranks as Ray's actor
+does.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TwoMachines(Launcher):
 
 
 def have_own_files() -> None:
-    """From here on nothing in /tmp is that of the other machine, or of who started this one."""
+    """Separate /tmp from that of the other machine and of the parent process."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
         raise PermissionError("a mount namespace needs CAP_SYS_ADMIN")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)

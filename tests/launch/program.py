@@ -1,4 +1,4 @@
-"""The smallest program: `python -m tests.launch.program --spec <URI of spec.json>` does what its spec says."""
+"""The smallest program: `python -m tests.launch.program --spec <URI of spec.json>` follows its spec."""
 
 from __future__ import annotations
 

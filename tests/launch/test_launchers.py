@@ -1,4 +1,4 @@
-"""Every launcher keeps the contract of `roundhouse.launch.base`: a report, the program's own error, or an end when told."""
+"""Every launcher keeps the contract of `roundhouse.launch.base`: a report, the program's own error, or an end on request."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_ray_cluster_that_cannot_do_it_is_refused_at_load(tree: dict[str, Any]
 
 
 def on_ray(tmp_path: Path, **sections: Any) -> Run:
-    """A run whose launcher is Ray's."""
+    """A run with Ray's launcher."""
     processes = max(1, int(sections.get("trainer", {}).get("gpus", 1)))
     train = {"service": {"kind": "process", "launcher": "ray", "processes": processes}}
     tree = {"run_id": "r", "store": str(tmp_path / "store"), "infra": {"ray": sections}, "train": train}
@@ -256,7 +256,7 @@ def test_the_cluster_that_is_joined_is_the_configured_one(tmp_path: Path, monkey
 
 
 def test_a_cluster_that_does_not_answer_is_an_infrastructure_error_with_its_key(tmp_path: Path) -> None:
-    """In a process of its own: this one is a driver of the other tests' cluster."""
+    """In a separate process: this one is a driver of the other tests' cluster."""
     attempt = """
 import sys
 from roundhouse.config.loading import parse_config

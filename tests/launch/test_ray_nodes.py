@@ -45,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on_nodes(tmp_path: Path, nodes: int = 2, **service: Any) -> Run:
-    """The run of `make_run`, whose trainer has so many nodes of the cluster."""
+    """Return the run of `make_run` with a trainer on so many nodes of the cluster."""
     tree = make_run(str(tmp_path / "store"), tmp_path, launcher="ray", **service).config.model_dump(mode="json")
     tree["infra"]["ray"] = {"trainer": {"nodes": nodes, "cpus": 1}}
     return open_run(parse_config(tree))

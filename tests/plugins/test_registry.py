@@ -1,4 +1,4 @@
-"""A package of another person adds kinds to a run, and one that is broken disturbs only the runs that name it."""
+"""A foreign package adds kinds to a run; a broken one disturbs only the runs that name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A template that hides what a run says is refused before the run."""
+"""A template that hides messages of a run is refused before the run."""
 
 import pytest
 

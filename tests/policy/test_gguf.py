@@ -1,4 +1,4 @@
-"""GGUF files: what is refused before a conversion, and what a conversion gives."""
+"""GGUF files: refusals before a conversion, and the result of a conversion."""
 
 import json
 import struct
@@ -125,7 +125,8 @@ def test_a_converted_model_has_the_tensors_of_the_file_and_is_made_once(tmp_path
 def test_a_template_by_configuration_takes_the_place_of_the_models_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Which ignores tools: without the key the run is refused. The converted model in the cache stays as it is."""
+    """The model's own template ignores tools: without the key the run is refused. The converted model in the cache stays
+    unchanged."""
     file = tiny_gguf(tmp_path / "source")
     for module in (preflight, stages_policy):
         monkeypatch.setattr(module, "bundled_file", lambda name: file)

@@ -17,7 +17,7 @@ from tests.training.tiny import make_model
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model directory with a file that leaves a mark, and a person who would answer yes."""
+    """A model directory with a file that leaves a mark when executed, and a user who would answer yes."""
     monkeypatch.setattr("builtins.input", lambda question="": "y")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\nclass Code: ...\n")
     own = {"AutoConfig": "evil.Code", "AutoModelForCausalLM": "evil.Code", "AutoTokenizer": ["evil.Code", None]}

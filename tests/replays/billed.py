@@ -1,9 +1,9 @@
-"""A run whose engine, shards and trainer are processes, driven without Prefect, for its processes to be killed.
+"""A run with engine, shards and trainer as processes, driven without Prefect, so that its processes can be killed.
 
     python -m tests.replays.billed CONFIG.json
 
-It completes what is missing of the run, and tries again where a program was lost. It prints the CPU seconds of its process when
-it begins to drive. `driven` starts it, kills what it is told to, and counts as the system does.
+It completes the missing stages of the run, and retries after the loss of a program. It prints the CPU seconds of its
+process when it begins to drive. `driven` starts it, performs the kills, and counts CPU time as the system does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANKS = {"kind": "resident", "processes": 2, "timeout_seconds": 60}
 
 
 def settings(directory: Path, run_id: str, engine_url: str, iterations: int, **keys: Any) -> dict[str, Any]:
-    """Of a run with the policy in `directory/policy`, as `benchmarks.soak.small_policy` writes it."""
+    """Return the configuration of a run with the policy in `directory/policy`, as written by `benchmarks.soak.small_policy`."""
     tree: dict[str, Any] = {
         "run_id": run_id,
         "iterations": iterations,
@@ -65,7 +65,7 @@ def settings(directory: Path, run_id: str, engine_url: str, iterations: int, **k
 
 
 def drive(run: Run) -> None:
-    """What is missing of all iterations."""
+    """Complete all iterations."""
     base, cache = starting_policy(run), checkpoint_cache(run.config)
     for k in range(run.first_version + 1, run.config.iterations + 1):
         if (done := run.checkpoint(k).reference()) is not None:
@@ -110,7 +110,7 @@ second, and the end of the programs, whose parent has gone."""
 
 @dataclass(slots=True)
 class Killed:
-    """What it took to complete a run."""
+    """Cost of completing a run."""
 
     cpu_seconds: float = 0.0
     """Of all drivers and their programs, by the system's account, from when each began to drive."""
@@ -135,7 +135,7 @@ def driven(config: Path, targets: Sequence[Target], seed: int) -> Killed:
 
 @contextlib.contextmanager
 def _counted(config: Path, found: Killed) -> Iterator[subprocess.Popen[str]]:
-    """A driver under a reaper; what it used is added at the end of the block, when nothing of it runs any more."""
+    """Run a driver under a reaper; add its CPU time at the end of the block, after the end of all its processes."""
     command = [sys.executable, "-m", "tests.replays.reaper", sys.executable, "-m", MODULES["driver"], str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reaper:
         assert reaper.stdout is not None

@@ -1,4 +1,4 @@
-"""Environments whose verifier or world is another than the one that rollouts were collected with."""
+"""Environments with another verifier or world than at collection."""
 
 from __future__ import annotations
 

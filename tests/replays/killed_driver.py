@@ -27,7 +27,7 @@ from tests.replays.trained import collect, own_samples
 
 
 def drive(run: Run) -> None:
-    """What is missing of the first iteration."""
+    """Complete the first iteration."""
     base = starting_policy(run)
     stage = run.stage(1, StageKind.COLLECT)
     collected = stage.reference() or collect(run, 1, base, own_samples)

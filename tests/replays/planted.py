@@ -1,8 +1,8 @@
-"""Recorded runs with one planted cause of a fall, and the environment that they are judged by.
+"""Recorded runs with one planted cause of a regression, and the environment that judges them.
 
-The policy is the tiny transformer of `tests.stages.offline_world`; it says token IDs as numbers, and is right when the first
-lies in the range of its task. Each iteration is collected, validated, trained and evaluated without an engine; a `Plant` says
-what of that goes wrong, and from when to when.
+The policy is the tiny transformer of `tests.stages.offline_world`. It writes token IDs as numbers and is right if the first
+is in the range of its task. Each iteration is collected, validated, trained and evaluated without an engine; a `Plant` sets
+the fault and its first and last iteration.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Judge = Callable[[TaskRow, list[int]], float]
 
 @dataclass(frozen=True)
 class Plant:
-    """What goes wrong in iterations `since` to `until`; the defaults are what goes right."""
+    """Fault in iterations `since` to `until`; the defaults are correct."""
 
     name: str = "healthy"
     cause: str = ""
@@ -68,7 +68,7 @@ class Plant:
     """Keys of `train` of a fork that begins at `since`."""
 
     def at(self, k: int, where: str) -> Plant:
-        """What counts in iteration k, in training or evaluation."""
+        """Return the values for iteration k, in training or evaluation."""
         return self if self.since <= k <= self.until and where in self.where else HEALTHY
 
 
@@ -130,7 +130,7 @@ def recorded(run: Run, plant: Plant, iterations: int) -> None:
 
 
 def drawn(run: Run, weights: Reference, split: Split, version: int, draw: int, plant: Plant) -> list[Rollout]:
-    """Rollouts of a split's tasks by these weights, said to be of `version`."""
+    """Sample rollouts of a split's tasks with these weights, labelled as `version`."""
     model = offline_world.model_of(weights)
     model = model if plant.temperature == 1.0 else Hot(model, plant.temperature)
     generator = torch.Generator().manual_seed(
@@ -153,7 +153,7 @@ def drawn(run: Run, weights: Reference, split: Split, version: int, draw: int, p
 
 
 class Hot:
-    """A model whose engine divides logits by a temperature that its log-probabilities do not show."""
+    """A model with an engine that divides logits by a temperature that its log-probabilities do not show."""
 
     def __init__(self, model: Any, temperature: float) -> None:
         self.model, self.config, self.temperature = model, model.config, temperature

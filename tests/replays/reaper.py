@@ -1,8 +1,8 @@
-"""CPU seconds of a command and of all that it started, however each of them ended.
+"""CPU seconds of a command and of all its descendants, however they ended.
 
     python -m tests.replays.reaper COMMAND …
 
-Processes whose parent was killed become children of this one, which waits for all of them. The last line is JSON.
+Processes with a killed parent become children of this one, which waits for all of them. The last line is JSON.
 """
 
 from __future__ import annotations

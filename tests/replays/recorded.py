@@ -1,4 +1,4 @@
-"""Recorded rollouts of any environment, without an engine: a scripted policy plays what the environment demonstrates."""
+"""Recorded rollouts of any environment, without an engine: a scripted policy plays the environment's demonstrations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(directory: Path, environment: dict[str, Any], run_id: str = "recorded
 
 
 def demonstrated(config: EnvironmentConfig, tasks: int = 6, size: int = 4, **limits: Any) -> list[Rollout]:
-    """Groups of a task each, played by what the environment shows of good and bad rollouts: of this task, then of any."""
+    """Play groups of a task each, by good and bad demonstrations: of this task first, then of any."""
     environment = load_any(config)
     shown = _demonstrations(environment, tasks, size)
     others = [script for _, own in shown for script in own]
@@ -53,15 +53,15 @@ def demonstrated(config: EnvironmentConfig, tasks: int = 6, size: int = 4, **lim
 
 
 def varied(config: EnvironmentConfig, tasks: int, most: int, **limits: Any) -> list[Rollout]:
-    """Rollouts near those that `demonstrated` begins with, each with one thing changed that a policy may get wrong; of all
-    changes evenly chosen, at most so many."""
+    """Return variations of the first rollouts of `demonstrated`, each with one change that a policy may make; an even
+    selection of at most so many."""
     shown = _demonstrations(load_any(config), tasks, 1)
     scripts = [(row, script) for row, (own, *_) in shown for script in variations(own)]
     return _played(config, scripts[:: -(-len(scripts) // most)], **limits)
 
 
 def _demonstrations(environment: TaskSource, tasks: int, size: int) -> list[tuple[TaskRow, list[list[dict[str, Any]]]]]:
-    """Tasks, each with the replies of its own demonstrations, right before wrong where that is known."""
+    """Return tasks, each with the replies of its demonstrations, right before wrong if that is known."""
     rows = environment.tasks("train")
     if isinstance(environment, GeneratedEnvironment):
         draw = random.Random(1)

@@ -1,6 +1,6 @@
-"""The world of the story in docs/replay.md: a run whose verifier had a bug, recorded without an engine.
+"""The run of the story in docs/replay.md: its verifier had a bug; recorded without an engine.
 
-The policy is a tiny transformer that samples token IDs for itself; what it says is those IDs as numbers.
+The policy is a tiny transformer that samples token IDs; its text is those IDs as numbers.
 """
 
 from __future__ import annotations

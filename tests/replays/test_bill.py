@@ -126,7 +126,7 @@ def test_the_command_shows_one_bill_or_that_of_all_runs(counted: tuple[Run, dict
 
 
 def cpu_seconds_of_a_killed_driver(config: Path, stage: str) -> float:
-    """What its process used as a driver, by the system's account of it."""
+    """Return the CPU seconds of its process as a driver, by the system's account."""
     command = [sys.executable, "-m", "tests.replays.killed_driver", str(config), stage]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -209,7 +209,7 @@ def test_cpu_seconds_of_a_program_are_on_the_bill_by_how_it_ended(
 
 
 def counted_stage(run: Run, kind: str, engine_tokens: dict[str, int], made: list[Rollout]) -> None:
-    """A stage of the first iteration with the rollouts, at whose end the engine's counters stood so."""
+    """Write a stage of the first iteration with these rollouts and final counters of the engine."""
     attempt = run.begin(run.stage(1, kind), policy_version=0)
     attempt.write_table("turns", turns_table(made))
     attempt.write_table("rollouts", rollouts_table(made))

@@ -1,4 +1,4 @@
-"""What made a metric fall is named by replays with one thing put right; where nothing is to be named, nothing is."""
+"""Replays with one thing corrected name the cause of a metric's regression, and name nothing without a cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IN_SHORT = ("entropy",)
 
 
 def plants() -> list[object]:
-    """The one that takes least, and all others where there is time."""
+    """The quickest plant; all others if time permits."""
     marks = {plant.name: () if plant.name in IN_SHORT else (pytest.mark.long,) for plant in PLANTS}
     return [pytest.param(plant, id=plant.name, marks=marks[plant.name]) for plant in PLANTS]
 
@@ -95,7 +95,7 @@ def test_the_cause_that_was_not_measured_is_likely_if_there_is_one(
 
 def test_rollouts_of_further_versions_count_if_two_say_too_little() -> None:
     class Known(OtherWeights):
-        """Weights that the rollouts of version 3 tell of."""
+        """Weights that the rollouts of version 3 identify."""
 
         def _estimate(self, checkpoint: Reference, pool: Sequence[int]) -> float | None:
             pools.append(list(pool))
@@ -147,7 +147,7 @@ def test_the_smallest_set_is_found_in_as_many_trials_as_are_said_beforehand(want
 
 
 def test_a_set_that_was_never_seen_to_do_it_is_not_returned() -> None:
-    """Of 4, 3 do it and so do 2 of them, but no larger set that has the two in it without being all."""
+    """Of 4, 3 suffice and so do 2 of them, but no larger proper set that contains these two."""
     few, _ = smallest_set(range(4), lambda some: some in ([0, 1, 2], [0, 1]), 100)
     assert few in ([0, 1, 2], [0, 1], [0, 1, 2, 3])
 

@@ -1,4 +1,4 @@
-"""A stored rollout goes on from any of its turns: what was said before is what was said then, and only new turns are made."""
+"""A stored rollout continues from any of its turns: earlier messages are unchanged, and only new turns are sampled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 
 class SaysTheSame:
-    """A policy that gives the recorded reply to each turn, and counts what it was asked."""
+    """A policy that gives the recorded reply to each turn, and counts its calls."""
 
     def __init__(self, rollout: Rollout, environment: Any) -> None:
         self.recording = Recording(rollout, environment)
@@ -104,7 +104,7 @@ def test_a_world_that_answers_otherwise_refuses_the_branch() -> None:
 
 
 class Watched:
-    """An agent that notes where calls go that are no part of the rollout, such as a judge's."""
+    """An agent that records the addresses of calls outside of the rollout, such as a judge's."""
 
     def __init__(self, agent: Any) -> None:
         self.agent = agent

@@ -1,4 +1,4 @@
-"""The commands on recorded runs: what they print, what they exit with, and what `runs delete` takes with it."""
+"""The commands on recorded runs: their output, their exit codes, and the deletions of `runs delete`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.replays.trained import trained_run
 
 
 def invoke(run: Run, *arguments: str, state: str = "") -> Result:
-    """Run a command of a person whose own state directory is `state`, else that of the run."""
+    """Run a command for a user with the state directory `state`, else that of the run."""
     own = {STATE_VARIABLE: state or run.config.infra.state}
     return CliRunner().invoke(app, [*arguments, "--store", run.config.store], env=own)
 

@@ -1,4 +1,4 @@
-"""Recorded stages run again: equal where nothing is substituted, and otherwise a comparison that names what depends on it."""
+"""Recorded stages run again: equal without substitutions, otherwise a comparison that names the dependents."""
 
 from __future__ import annotations
 

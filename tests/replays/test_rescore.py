@@ -59,7 +59,7 @@ MUTATED = 'environment={"kind": "custom", "target": "tests.replays.judges:%s"}'
 
 
 def test_rollouts_with_the_runs_system_prompt_are_rebuilt_with_it() -> None:
-    """It is no key of the environment: it stands in the row on record."""
+    """It is not a key of the environment: the recorded row has it."""
     environment = CONFIG.validate_python({"kind": "calculator"})
     rollouts = demonstrated(environment, tasks=1, size=2, system_prompt="Be brief.")
     judged = judge_all(rollouts, environment)

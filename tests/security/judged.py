@@ -1,4 +1,4 @@
-"""An environment that needs a secret, as one with a judge behind an API would."""
+"""An environment that needs a secret, like one with a judge behind an API."""
 
 from __future__ import annotations
 

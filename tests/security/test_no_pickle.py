@@ -1,4 +1,4 @@
-"""No pickle: nothing of ours writes or reads one, and nothing that comes from a store runs code."""
+"""No pickle: our code neither writes nor reads any, and no data from a store runs code."""
 
 from __future__ import annotations
 

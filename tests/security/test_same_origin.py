@@ -1,4 +1,4 @@
-"""A page of another site, in the browser of a person who works here, reads and changes nothing through a server of ours."""
+"""A page of another site in the user's browser cannot read or change anything through our servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reached:
 
 
 async def status(app: Any, method: str = "GET", **headers: str | None) -> int:
-    """Of a request with the headers; `sec_fetch_site` is `sec-fetch-site`, and None leaves one out."""
+    """Return the status of a request with the headers; `sec_fetch_site` is `sec-fetch-site`, and None omits one."""
     given = {name.replace("_", "-"): value for name, value in headers.items() if value is not None}
     scope = {
         "type": "http",

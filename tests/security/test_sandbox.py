@@ -21,7 +21,7 @@ FUTEX = 202 if platform.machine() == "x86_64" else 98
 
 
 def outcome(body: str) -> str | None:
-    """What `f` returns, as JSON."""
+    """Return the result of `f` as JSON."""
     lines = "\n".join(f"    {line}" for line in body.strip().split("\n"))
     return BOX.call_blocking(
         f"import os, ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\ndef f():\n{lines}", "f", [[]]
@@ -83,7 +83,7 @@ def test_the_kernel_refuses(call: str) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86_64")
 def test_the_other_systems_calls_of_the_processor_end_the_process() -> None:
-    """`int 0x80` counts its calls in another way: what is number 5 there opens a file."""
+    """`int 0x80` numbers its calls differently: number 5 opens a file there."""
     code = b"\xb8\x05\x00\x00\x00\xcd\x80\xc3"
     body = f"""
 import ctypes
@@ -139,7 +139,7 @@ os._exit(total > 10**6)
 
 
 def _commands_of_children() -> list[str]:
-    """Of the processes that are at work under this one; what has ended and waits to be collected has no command."""
+    """Return the commands of the live processes under this one; a zombie has no command."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too

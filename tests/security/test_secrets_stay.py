@@ -1,4 +1,4 @@
-"""A real run with secrets in every place where a user may put one, and a search of everything that it leaves behind."""
+"""A real run with secrets in every possible place, and a search of everything that it leaves."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ MAINS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses that uvicorn was told to listen on; it does not."""
+    """Record the addresses that uvicorn should listen on, without listening."""
     hosts: list[str] = []
     monkeypatch.setattr("uvicorn.run", lambda app, *, host, **_: hosts.append(host))
     for name in [name for name in os.environ if name.startswith("ROUNDHOUSE_")]:
@@ -121,7 +121,7 @@ async def test_the_engine_is_told_only_by_who_has_the_token(
 
 
 class Engine:
-    """An engine whose own server would do anything."""
+    """An engine with a server that accepts everything."""
 
     def __init__(self) -> None:
         self.reached: list[str] = []

@@ -1,4 +1,4 @@
-"""What a store's run.json names is executed only where the person who starts the run has named it, or trusts the store."""
+"""Code that a store's run.json names is executed only if the user has named it or trusts the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 
 
 def planted(tmp_path: Path) -> RunConfig:
-    """A run whose run.json names a file that leaves a mark when it is executed."""
+    """A run with a run.json that names a file; the file leaves a mark when it is executed."""
     code = tmp_path / "evil.py"
     code.write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\nclass Code: ...\n")
     environment = {"kind": "custom", "target": f"{code}:Code"}
@@ -183,7 +183,7 @@ def text_keys() -> Iterator[tuple[type[BaseModel], str]]:
 
 
 def asked_about(section: type[BaseModel], key: str) -> bool:
-    """Whether a value of one of the forms that a configuration has is asked about under this key."""
+    """Return whether consent is requested for a value of a configuration's forms under this key."""
     beside = {
         **{"url": "http://a:1", "base_url": "http://a:1", "train_tasks": "a", "token_variable": "A"},
         **{"api_key_variable": "A", "parameters": {"api_key": {"variable": "A"}}},

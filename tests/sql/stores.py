@@ -190,7 +190,7 @@ def fail(rollout: Rollout) -> None:
 
 
 def columns_of(sequences: pa.Table) -> pa.Table:
-    """What a train stage would write beside them."""
+    """Return the columns that a train stage would write for them."""
     recorded = sequences.column("gen_logprobs").to_pylist()
     rewards = sequences.column("reward").to_numpy()
     trainer = [[value + 0.01 if value else 0.0 for value in row] for row in recorded]

@@ -1,4 +1,4 @@
-"""`runs lineage` and `runs compare`: what a checkpoint was trained on, what became of a row, how two runs differ."""
+"""`runs lineage` and `runs compare`: the training data of a checkpoint, the fate of a row, differences of two runs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`roundhouse query` sees what the manifests name, all of it and nothing else, and can do nothing but read."""
+"""`roundhouse query` reads exactly the data in the manifests, and can only read."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""A world of two steps whose every fourth episode is at fault, in the way that `how` names."""
+"""A world of two steps; every fourth episode has the fault named by `how`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import orjson
 
 
 class ScriptedEngine(ThreadingHTTPServer):
-    """Answers every conversation with what `say` makes of its request; after `healthy` answers, with 500."""
+    """Answers every conversation with the result of `say` for its request; after `healthy` answers, with 500."""
 
     daemon_threads = True
 
@@ -30,7 +30,7 @@ class ScriptedEngine(ThreadingHTTPServer):
 
     @property
     def seeds(self) -> list[int]:
-        """Of the requests that were answered."""
+        """Return the seeds of the answered requests."""
         return [request["seed"] for request in self.requests]
 
     @contextlib.contextmanager

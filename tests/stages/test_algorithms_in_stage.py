@@ -1,4 +1,4 @@
-"""The train stage with algorithms that need a second model or keep a state of their own."""
+"""The train stage with algorithms that need a second model or keep state."""
 
 from __future__ import annotations
 

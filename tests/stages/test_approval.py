@@ -1,4 +1,4 @@
-"""A promotion that needs a person's yes: asked once, answered once, and the question outlives whoever asked."""
+"""A promotion that needs approval: asked once, answered once; the question survives the process that asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOR, GOOD = [0.0] * 20, [1.0] * 20
 
 
 def asking(tmp_path, **approval: object) -> Run:
-    """A run whose version 1 is better than what it started from, so that a person is asked."""
+    """A run with a version 1 that is better than its start, so that approval is requested."""
     tree = {"run_id": "r", "store": str(tmp_path), "evaluation": {"approval": {"required": True} | approval}}
     run = open_run(parse_config(tree | {"checkpoint": {"keep_last": 1}}))
     evaluated(run, 0, POOR)

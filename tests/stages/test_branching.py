@@ -1,4 +1,4 @@
-"""Branches inside an iteration: which turns, what is asked of the engine, what is trained on, and what a kill costs."""
+"""Branches inside an iteration: the chosen turns, the requests to the engine, the training data, and the cost of a kill."""
 
 from __future__ import annotations
 

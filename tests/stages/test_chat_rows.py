@@ -1,4 +1,4 @@
-"""Supervised training from files of chat rows, on a small policy: what is learnt, and what is refused before a start."""
+"""Supervised training from files of chat rows, on a small policy: its results, and refusals before a start."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_messages_of_weight_0_are_shown_and_not_learnt(base: Run, tmp_path: Path
 
 
 def test_calls_without_ids_and_arguments_as_objects_are_the_same_rows(base: Run, tmp_path: Path) -> None:
-    """As Hugging Face's data sets write them."""
+    """As in Hugging Face's data sets."""
     call = {"function": {"name": "calculate", "arguments": {"expression": "3*4"}}}
     short = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "12"}, ASSISTANT]
     function = {"name": "calculate", "arguments": '{"expression": "3*4"}'}
@@ -153,7 +153,7 @@ def test_calls_without_ids_and_arguments_as_objects_are_the_same_rows(base: Run,
 
 
 def test_a_row_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
-    """What else ends a line in Python may stand in a text unescaped."""
+    """Other characters that end a line in Python may be in a text unescaped."""
     asked = USER | {"content": "What is\u20283*4\u0085+ 5?"}
     row = json.dumps({"messages": [asked, ASSISTANT]}, ensure_ascii=False)
     (tmp_path / "rows.jsonl").write_bytes(f"{row}\r\n\n{row}".encode())

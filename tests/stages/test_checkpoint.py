@@ -135,7 +135,7 @@ def test_two_uploads_of_one_attempt_have_places_of_their_own(run: Run, tmp_path:
 def test_a_checkpoint_of_before_whose_files_lie_beside_the_manifest_is_read_everywhere(
     run: Run, tmp_path: Path
 ) -> None:
-    """Stores that were written before attempts had places of their own."""
+    """Stores from before attempts had separate directories."""
     place = run.checkpoint(0).location
     attempt = run.begin(run.checkpoint(0), policy_version=0)
     for file in model_directory(tmp_path / "old", b"old weights").rglob("*"):

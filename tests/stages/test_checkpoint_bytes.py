@@ -1,4 +1,4 @@
-"""A checkpoint's bytes are written once and hashed once; whoever takes them next looks whether they are still the same."""
+"""A checkpoint's bytes are written once and hashed once; later readers check that they are unchanged."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_byte_that_changed_in_place_reaches_no_engine_and_no_trainer(run: Run,
 
 @pytest.mark.parametrize("store_uri", ["file"], indirect=True)
 def test_a_copy_of_the_store_is_read_where_the_file_system_gave_new_times(run: Run, tmp_path: Path) -> None:
-    """As a backup that was put back: the stamps are others, the bytes are the same."""
+    """As a restored backup: the stamps differ, the bytes are the same."""
     published = publish(run, trained(run))
     path = weights_of(published)
     path.write_bytes(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The collect stage over real HTTP, against a scripted engine whose faults are planted."""
+"""The collect stage over real HTTP, against a scripted engine with planted faults."""
 
 from __future__ import annotations
 

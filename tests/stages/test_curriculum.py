@@ -1,4 +1,4 @@
-"""Tasks drawn by what the store records: after a kill, ahead of training, and over a skipped iteration."""
+"""Tasks drawn by the store's records: after a kill, ahead of training, and over a skipped iteration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine() -> Iterator[KillingEngine]:
 
 
 def settings(store: Path, **keys: Any) -> dict[str, Any]:
-    """A run on twelve tasks to sort digits, of which those that begin with an odd digit are never solved."""
+    """A run on twelve tasks to sort digits; tasks that begin with an odd digit are never solved."""
     rows = store.parent / "rows.jsonl"
     digits = [f"{first} {(first + 3) % 10} {number} 7" for number in range(6) for first in (2, 5)]
     made = [
@@ -90,7 +90,7 @@ iterate(open_run(parse_config(json.loads(sys.argv[1]))), sys.argv[2])
 
 
 def iterate(run: Run, url: str) -> list[Reference]:
-    """Refit and collect, iteration after iteration; what is complete already is not done again."""
+    """Refit and collect, iteration after iteration; complete stages are not repeated."""
     done = []
     for k in range(1, ITERATIONS + 1):
         weights = run.stage(k, "refit").reference() or run.begin(run.stage(k, "refit"), policy_version=k - 1).commit()
@@ -99,7 +99,7 @@ def iterate(run: Run, url: str) -> list[Reference]:
 
 
 def collected(references: list[Reference]) -> bytes:
-    """All that was collected, without clocks, and what it was drawn by."""
+    """Return the collected data without clocks, and the records that the draw used."""
     rollouts = [written(r) for each in references for r in sorted(read_rollouts(each), key=lambda r: r.rollout_id)]
     manifests = [read_manifest(each) for each in references]
     drawn = [

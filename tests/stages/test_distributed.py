@@ -1,4 +1,4 @@
-"""A collection by several processes is the collection by one, and what is lost of it is made again and nothing else."""
+"""A collection by several processes equals that of one, and only lost rollouts are repeated."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ RAISES = "def tasks(self, split): return [{'task_id': row['id']} for row in [{}]
 
 
 def config(directory: Path, body: str, **keys: Any) -> RunConfig:
-    """A run whose environment has this method."""
+    """Return a run with an environment that has this method."""
     (directory / "world.py").write_text(HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
     environment = {"kind": "custom", "target": f"{directory}/world.py:World"}
     return parse_config({"run_id": "r", "store": str(directory / "store"), "environment": environment, **keys})

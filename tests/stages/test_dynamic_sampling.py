@@ -27,7 +27,7 @@ TASKS, GROUP = 3, 4
 
 
 def sorted_sometimes(request: dict[str, Any]) -> str:
-    """Sorts the digits for an even seed, and never when the first digit is odd: those groups have no spread."""
+    """Sort the digits for an even seed, and never if the first digit is odd: those groups have no spread."""
     digits = [word for word in request["messages"][-1]["content"].replace(".", "").split() if word.isdigit()]
     right = int(digits[0]) % 2 == 0 and request["seed"] % 2 == 0
     return " ".join(sorted(digits) if right else digits[::-1])

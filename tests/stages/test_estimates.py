@@ -1,4 +1,4 @@
-"""Estimates hold what they promise: unbiased, covering, deterministic."""
+"""Properties of estimates: unbiased, covering, deterministic."""
 
 from __future__ import annotations
 

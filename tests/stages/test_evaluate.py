@@ -1,4 +1,4 @@
-"""Held-out evaluation: what it needs."""
+"""Requirements of a held-out evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collecting process is killed amid rollouts of several turns, and what it had finished is not asked of the engine again."""
+"""A collecting process is killed during rollouts of several turns; its finished calls are not sent to the engine again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TASKS, GROUP, CALLS = 2, 4, 6
 
 
 def guesses(messages: list[dict[str, Any]], seed: int) -> Any:
-    """Guesses by the seed, then says so."""
+    """Guess by the seed, then report it."""
     return says("Done.") if turns_of(messages) == CALLS - 1 else calls(("guess", {"number": seed % 7 + 1}))
 
 
@@ -123,7 +123,7 @@ collect_iteration(run, 1, run.stage(1, "refit").reference(), sys.argv[2])
 
 
 def kill_amid(engine: GuessingEngine, store: str, after: int) -> None:
-    """Collect in a process of its own; kill it when the engine has given `after` answers and they are written down."""
+    """Collect in a separate process; kill it after `after` answers of the engine are stored."""
     engine.healthy = after
     process = fork_server.start(
         [sys.executable, "-c", COLLECTING, json.dumps(settings(store)), engine.url], env=os.environ

@@ -1,4 +1,4 @@
-"""The page of an iteration says what its manifests say, and what a policy wrote cannot break it."""
+"""The page of an iteration agrees with its manifests, and a policy's text cannot break it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: each is what its name claims, and wherever it is shown, it is the same."""
+"""The numbers of a run: each is correct by its name, and equal wherever it is shown."""
 
 from __future__ import annotations
 

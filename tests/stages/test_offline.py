@@ -1,4 +1,4 @@
-"""Offline training on a real, small policy and its own rollouts: what it learns and refuses, and that kills change nothing."""
+"""Offline training on a real, small policy and its own rollouts: results, refusals, and equal bytes after kills."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_policy_moves_towards_its_teacher_on_data_alone(world: Any) -> None:
 
 
 def test_a_dataset_of_branches_alone_is_trained_on(world: Any) -> None:
-    """As docs/replay.md shows: `roundhouse branch`, then `roundhouse train-offline … --dataset branches@all`."""
+    """As in docs/replay.md: `roundhouse branch`, then `roundhouse train-offline … --dataset branches@all`."""
     _, base, start, _ = world
     collect(base, start, name="branches", branched=True)
     run = train_to_the_end(offline(base, "from-branches", "branches@all"))
@@ -125,7 +125,7 @@ def test_what_a_run_trains_from_is_fixed_with_digests_and_seen_by_why(world: Any
 
 
 def test_a_copied_version_is_trained_on_when_the_original_is_gone(world: Any, tmp_path: Path) -> None:
-    """What docs/offline-training.md advises for data of another store."""
+    """As docs/offline-training.md advises for data of another store."""
     _, base, start, _ = world
     collect(base, start, draw=3, name="moved")
     [original] = dataset_versions(base.config.store, "moved")
@@ -156,7 +156,7 @@ def test_fresh_data_is_told_to_be_fresh(world: Any) -> None:
 
 @pytest.fixture(scope="module")
 def far(world: Any) -> Run:
-    """A run whose policy has gone far away from the datasets of the base."""
+    """A run with a policy far away from the datasets of the base."""
     _, base, _, _ = world
     overrides = ["offline.epochs=4", "train.optimizer.learning_rate=0.02", "offline.on_stale=warn"]
     return train_to_the_end(offline(base, "far", overrides=overrides))

@@ -40,7 +40,7 @@ def opened(tmp_path: Any, how: str, **rollout: Any) -> Run:
 
 
 def collected(run: Run, engine: ScriptedEngine) -> list[Rollout]:
-    """The rollouts of iteration 1, which validation has passed but for those that failed."""
+    """The rollouts of iteration 1; validation has accepted all but the failed ones."""
     weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
     reference = collect_iteration(run, 1, weights, engine.url)
     rollouts = read_rollouts(reference)

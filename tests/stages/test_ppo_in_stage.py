@@ -73,7 +73,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def expected(resident: Run) -> dict[str, str]:
-    """What that trainer writes."""
+    """Output of that trainer."""
     checkpoint = resident.checkpoint(2).reference()
     assert checkpoint is not None
     digests = checkpoint_digests(checkpoint)
@@ -103,7 +103,7 @@ def test_a_server_writes_what_a_resident_trainer_writes_and_continues_what_it_ha
 
 
 def killed_in_the_critics_second_update(run: Run, base: Reference, batch: Reference, cache: Path) -> None:
-    """Of iteration 2: the policy's updates are done."""
+    """A kill in iteration 2, after the policy's updates."""
     calls, learn = [0], TrainEngine.value_backward
 
     def struck(self: TrainEngine, batch: ValueBatch) -> Gradient:

@@ -1,4 +1,4 @@
-"""What can be known at once is said at once: no service is started, and no record of a run is left in the store."""
+"""Errors that can be known early are reported at once: no service is started, and the store has no record of a run."""
 
 from __future__ import annotations
 

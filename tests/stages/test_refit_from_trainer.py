@@ -30,7 +30,7 @@ from tests.weight_sync.test_transfer import received
 
 
 class OneReplica(ProcessEngine):
-    """Holds nothing but the digest of what it is sent."""
+    """Replica that keeps only the digest of the received weights."""
 
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""A run's refits, each way, against a real engine in a process of its own."""
+"""A run's refits by each transport, against a real engine in a separate process."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_engine_that_holds_the_same_version_of_another_run_is_brought_to_this
             return run
 
         def held(run: Run) -> ReplicaReport:
-            """After the run was told that the engine answers with its version 0."""
+            """Return the weights after the run was told that the engine answers with its version 0."""
             assert engine_at(run, 0) == url
             (replica,) = engine_service(run).replicas()
             assert (replica.policy_version, replica.weights) == (0, run.checkpoint(0).reference().uri)

@@ -45,7 +45,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def large_policy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of 7 M parameters: a checkpoint of 78 MiB with its moments."""
+    """A policy of 7 M parameters: a checkpoint of 78 MiB with its moments."""
     place = tmp_path_factory.mktemp("large")
     start = model_location(Location(starting_policy(make_run(str(place / "store"), place)).uri)).local_path
     shutil.copytree(start, place / "model", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -112,7 +112,7 @@ def test_the_flow_takes_no_more_memory_for_a_checkpoint_however_large_it_is(
 
 
 def _memory(key: str) -> float:
-    """Of this process, in MiB."""
+    """Return the memory of this process in MiB."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1024
 
 

@@ -1,4 +1,4 @@
-"""Ranks on machines that share nothing but a bucket train what as many ranks of one machine train, byte for byte."""
+"""Ranks on machines that share only a bucket train byte for byte like as many ranks of one machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def namespaces() -> None:
 
 
 def versions(run: Run, cache: Path, count: int, anew: int | None = None) -> list[dict[str, str]]:
-    """What so many iterations write, that of number `anew` by a trainer that begins from the store."""
+    """Return the files of so many iterations; the trainer of number `anew` begins from the store."""
     base, found = starting_policy(run), []
     for iteration in range(1, count + 1):
         if iteration == anew:

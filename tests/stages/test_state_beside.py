@@ -1,4 +1,4 @@
-"""A version is published before its trainer's state is complete; a kill in between changes nothing of what is trained."""
+"""A version is published before its trainer's state is complete; a kill in between does not change the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_at(store: str, tmp_path: Path, beside: int | None = 0, **train: Any) -> 
 
 
 def train(run: Run, until: int, cache: Path) -> Reference:
-    """Train and publish the versions that are missing up to this one, and delete those that are no longer kept."""
+    """Train and publish the missing versions up to this one, and delete those beyond retention."""
     checkpoint = run.latest_checkpoint() or starting_policy(run)
     for iteration in range(checkpoint.policy_version + 1, until + 1):
         batch = run.stage(iteration, "validate").reference() or sequences(run, iteration)

@@ -1,4 +1,4 @@
-"""What a run reads besides its configuration: task rows and user code are on record, and oddities of rows are reported."""
+"""Inputs of a run besides its configuration: task rows and user code are recorded, and unusual rows are reported."""
 
 import json
 from pathlib import Path

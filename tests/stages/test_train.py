@@ -1,4 +1,4 @@
-"""The train stage on a real, tiny policy: what a fresh process continues from the store is what a resident one would do."""
+"""The train stage on a real, tiny policy: a fresh process that continues from the store equals a resident one."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def resident_digests(resident: Run) -> dict[str, str]:
-    """What that trainer writes."""
+    """Output of that trainer."""
     checkpoint = resident.checkpoint(2).reference()
     assert checkpoint is not None
     return checkpoint_digests(checkpoint)
@@ -206,7 +206,7 @@ def test_a_reference_that_there_is_not_cannot_be_renewed() -> None:
 
 @pytest.mark.long
 def test_ranks_stay_between_iterations_and_a_lost_one_costs_its_step_alone(tmp_path: Path) -> None:
-    """What two ranks write that stay for two iterations, others write of which one is killed in between."""
+    """Two ranks that stay for two iterations write the same bytes as ranks of which one is killed in between."""
     ranks: dict[str, Any] = {"kind": "resident", "processes": 2}
     expected = checkpoint_digests(
         train_two(make_run(str(tmp_path / "kept"), tmp_path, **ranks), tmp_path, restart=False)

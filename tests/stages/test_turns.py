@@ -1,7 +1,8 @@
-"""Trainer and engine that hold memory in turns: a run with sleep is the run without, and no run leaves its engine asleep.
+"""Trainer and engine that take turns with memory: a run with sleep equals the run without, and no run leaves its engine
+asleep.
 
-So also where Ray places both on one GPU, in a run as a person starts it. Ray is told of a GPU that is not there, and the engine
-takes the processor for it (`declared_gpu/`).
+This also holds if Ray places both on one GPU, in a run started by a user. Ray gets a GPU that does not exist, and the
+engine uses the processor instead (`declared_gpu/`).
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ def weights(run: Run, version: int) -> dict[str, str]:
 
 
 def made_by(run: Run, evaluated: Reference) -> tuple[dict[str, str], dict[str, str], list[list[int]]]:
-    """Digests of both versions' files, and what the second answered."""
+    """Return digests of both versions' files, and the answers of the second."""
     answers = read_table(evaluated, "turns").column("generation_token_ids").to_pylist()
     return weights(run, 1), weights(run, 2), sorted(answers)
 
 
 def made_here(directory: Path, engine_url: str, name: str, *, sleeps: bool) -> tuple[Any, ...]:
-    """What a run made whose stages this process carries out, with an engine of its own."""
+    """Return the results of a run whose stages run in this process, with a separate engine."""
     run = make_run(directory, engine_url, name, sleeps=sleeps)
     with awake_at_end(run):
         checkpoint = starting_policy(run)
@@ -117,7 +118,7 @@ def made_here(directory: Path, engine_url: str, name: str, *, sleeps: bool) -> t
 
 @pytest.fixture(scope="module")
 def awake(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    """What the run makes whose engine never sleeps and whose trainer Ray does not place."""
+    """Results of the run with an engine that never sleeps and a trainer that Ray does not place."""
     made = made_here(tmp_path_factory.mktemp("awake"), engine_url, "awake", sleeps=False)
     assert len(made[1]) == 2, "model and optimizer"
     assert made[0] != made[1], "it trained"
@@ -132,7 +133,7 @@ def test_a_run_whose_engine_sleeps_makes_the_same_weights_and_is_evaluated_by_an
 
 @pytest.fixture
 def with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
-    """The local services, with a Ray that is told of one GPU."""
+    """The local services with a Ray that declares one GPU."""
     paths = [str(Path(__file__).parent / "declared_gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     state = tmp_path / "state" / "services"

@@ -185,7 +185,7 @@ def test_log_probabilities_that_the_weights_do_not_give_become_no_version(
 def test_one_outlier_among_many_is_masked_named_and_counted_and_the_run_goes_on(
     run: Run, start: Reference, rollouts: list[Rollout], tmp_path: Path
 ) -> None:
-    """Rounding of a short sequence is no tampering, and must not end a run after the whole step was computed."""
+    """Rounding in a short sequence is not tampering, and must not end a run after the whole step was computed."""
     tolerant = run.config.validation.model_copy(update={"max_mismatched_fraction": 0.2})
     run = replace(run, config=run.config.model_copy(update={"validation": tolerant}))
     reversed_log_probs(rollouts[2])

@@ -1,9 +1,9 @@
-"""An S3 endpoint in this process whose faults a test plants one by one: the chaos proxy, told what to do.
+"""An S3 endpoint in this process with faults that a test plants singly: the chaos proxy under control.
 
 with endpoint(s3_server) as planted:
     planted.plant("truncated", "GET .*part", times=2)     the next two such requests meet the fault
     planted.hide = re.compile("rollouts-a0001")           listings lack these keys
-    planted.ghosts = {"store/x/rollouts-a0009.parquet"}   listings show these keys, which are not there
+    planted.ghosts = {"store/x/rollouts-a0009.parquet"}   listings show these keys, which do not exist
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bucket's bad days, planted one by one: what passes is waited out within a limit, what does not is said with its remedy."""
+"""Faults of a bucket, planted singly: temporary ones are waited out within a limit, others are reported with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU seconds of stages that are made beside each other can be added up."""
+"""CPU seconds of concurrent stages can be added up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk, a hostile name, a link, a clock that jumps: what was there stays whole, and the error says what to do."""
+"""A full disk, a hostile name, a link, a clock that jumps: existing data stays intact, and the error names the remedy."""
 
 from __future__ import annotations
 

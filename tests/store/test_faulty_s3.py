@@ -25,7 +25,7 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture
 def faulty_store(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """A store behind the proxy, and the URL that tells which faults were made."""
+    """A store behind the proxy, and the URL that returns its faults."""
     bucket = f"rh-{uuid.uuid4().hex[:12]}"
     s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
     port = free_port()

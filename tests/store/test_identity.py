@@ -1,4 +1,4 @@
-"""A run's run.json is believed only as long as its configuration is the one that the run was created with."""
+"""A run's run.json is valid only while its configuration equals that of the run's creation."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ ODD = {
 
 @pytest.fixture(params=ODD, ids=str)
 def odd_store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store with a good run and one whose run.json is odd."""
+    """A store with a good run and one with a damaged run.json."""
     store = str(tmp_path / "store")
     good, odd = (open_run(parse_config({"run_id": name, "store": store})) for name in ("good", "odd"))
     change = ODD[request.param]

@@ -1,4 +1,4 @@
-"""One driver a run: whatever two of them do, and in whatever order, at most one may commit, and the other says who that is."""
+"""One driver per run: with any actions of two drivers, in any order, at most one may commit, and the other names it."""
 
 from __future__ import annotations
 

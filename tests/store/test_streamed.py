@@ -1,4 +1,4 @@
-"""Objects that are larger than what a process may hold: written and read a bounded part at a time."""
+"""Objects larger than the memory of a process: written and read in bounded parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of an interrupted collection have no manifest that vouches for them: a damaged one is left out and made anew."""
+"""Parts of an interrupted collection without a manifest: a damaged one is omitted and made again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture
 def interrupted(run: Run, engine: ScriptedEngine) -> Reference:
-    """The refit whose collection broke off after five rollouts."""
+    """The refit of a collection that stopped after five rollouts."""
     weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
     engine.healthy = FINISHED
     with pytest.raises(InfraError):
@@ -154,7 +154,7 @@ def test_no_single_bit_can_change_in_a_part_unnoticed(run: Run) -> None:
 
 
 def test_without_checksums_a_changed_number_would_go_through() -> None:
-    """What the checksums are for: such a bit in a file without them is a wrong log-probability, and nobody knows."""
+    """Purpose of the checksums: without them, such a bit is a wrong log-probability that nothing detects."""
     table = turns_table([rollout()])
     plain = io.BytesIO()
     pq.write_table(table, plain, compression="none", use_dictionary=False)

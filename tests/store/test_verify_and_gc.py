@@ -1,4 +1,4 @@
-"""`store verify` names what is damaged and nothing else; `store gc` never touches what a run needs."""
+"""`store verify` names exactly the damaged files; `store gc` never deletes files that a run needs."""
 
 import json
 import os
@@ -162,7 +162,7 @@ def test_a_write_whose_temporary_file_somebody_deletes_is_made_all_the_same(
 
 
 def test_garbage_is_collected_beside_writers_whose_parts_all_arrive(tmp_path: Path) -> None:
-    """The reproduction of a `store gc --delete` that deleted what a run was writing."""
+    """Reproduces a `store gc --delete` that deleted files during their writing."""
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
     attempt, failed = run.begin(run.stage(1, "collect"), policy_version=0), []
 

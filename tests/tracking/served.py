@@ -1,4 +1,4 @@
-"""A real MLflow server in this process, whose requests a test can let fail."""
+"""A real MLflow server in this process with requests that a test can let fail."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FaultyServer:
 
 @contextlib.contextmanager
 def faulty_server(directory: Path, patch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """A server with a database and artifacts of its own under `directory`."""
+    """A server with a separate database and artifacts under `directory`."""
     patch.setenv("_MLFLOW_SERVER_FILE_STORE", f"sqlite:///{directory}/mlflow.db")
     patch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "mlflow-artifacts:/")
     patch.setenv("_MLFLOW_SERVER_ARTIFACT_DESTINATION", str(directory / "artifacts"))

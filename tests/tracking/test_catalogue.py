@@ -1,4 +1,4 @@
-"""The metrics page says what the code logs, and is the code printed."""
+"""The metrics page is printed from the code and agrees with the logged metrics."""
 
 from __future__ import annotations
 

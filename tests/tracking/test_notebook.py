@@ -1,4 +1,4 @@
-"""What MLflow shows of a run: traces of what happened, versions with their data, nothing twice."""
+"""MLflow's view of a run: traces of rollouts, versions with their data, no duplicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow may be slow to start, hang, fail or die: a run waits for none of it, and what is missing is written later, once."""
+"""MLflow may be slow to start, hang, fail or die: a run waits for none of it, and missing data is written later, once."""
 
 from __future__ import annotations
 

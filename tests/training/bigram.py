@@ -1,6 +1,6 @@
-"""A policy small enough to compute exactly, behind the verbs of a train service: one row of logits for each token before.
+"""A policy small enough to compute exactly, behind the verbs of a train service: one row of logits per previous token.
 
-Loss, statistics and gradient are the library's own `token_loss`; only the model is another one.
+Loss, statistics and gradient are the library's own `token_loss`; only the model differs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def trainer_over(service: BigramService, config: TrainConfig, *, seed: int = 0) 
 
 
 def rollouts(logits: torch.Tensor, count: int, tokens: int, *, group_size: int, seed: int) -> TrainingSequences:
-    """`count` sequences that this policy samples, each from a first token of its own; every reward is 0."""
+    """Sample `count` sequences with this policy, each from a different first token; every reward is 0."""
     generator = torch.Generator().manual_seed(seed)
     every = torch.log_softmax(logits.detach(), -1)
     ids = torch.arange(count)[:, None] % len(logits)

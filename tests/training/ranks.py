@@ -1,4 +1,4 @@
-"""What `torchrun` starts in tests: every rank trains the cases of a JSON file, rank 0 writes what came of them.
+"""Program for `torchrun` in tests: every rank trains the cases of a JSON file, rank 0 writes the results.
 
     torchrun --nproc-per-node 2 tests/training/ranks.py cases.json
 
@@ -57,7 +57,7 @@ def train(case: dict[str, Any], out: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _count_reductions() -> list[int]:
-    """How often gradients are added up over the ranks from now on, as the one element of a list."""
+    """Return a list with one element that counts the sums of gradients over the ranks from now on."""
     found = [0]
     reduce: Any = getattr(distributed.reduce_scatter_single, "counted", distributed.reduce_scatter_single)
 

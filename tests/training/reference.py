@@ -1,6 +1,6 @@
-"""GRPO written as one would on a blackboard: loops over sequences and tokens, nothing shared with the library.
+"""GRPO as on a blackboard: loops over sequences and tokens, without shared code of the library.
 
-It is slow, knows no packing, no padding, no microbatches and no flat arrays, and is what the library is compared with.
+It is slow, has no packing, padding, microbatches or flat arrays, and the library is compared with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def advantages(rows: list[dict[str, Any]], *, normalize: bool, leave_one_out: bool) -> list[float | None]:
-    """Advantage of each sequence; None where its group has no spread."""
+    """Return the advantage of each sequence; None if its group has no spread."""
     rollouts: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         rollouts.setdefault(row["group_id"], {}).setdefault(row["rollout_id"], []).append(row["reward"])
@@ -127,7 +127,7 @@ def policy_terms(
 
 
 def kl_term(cur: Any, ref: Any, kind: str, gen: float | None = None) -> Any:
-    """KL to the reference at one token, whose gradient has the score-function term written out.
+    """KL to the reference at one token; its gradient has the score-function term written out.
 
     With `gen`, weighted by exp(cur − gen), by the product rule.
     """
@@ -172,7 +172,7 @@ def loss(
     temperature: float = 1.0,
     **policy: Any,
 ) -> Any:
-    """The whole loss of one update, over the sequences whose group has spread."""
+    """Return the whole loss of one update, over the sequences of groups with spread."""
     terms = []
     for row, advantage in zip(rows, given, strict=True):
         if advantage is None:

@@ -85,7 +85,7 @@ def test_one_right_answer_among_four(config: dict[str, Any], expected: list[floa
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"])
 def test_the_right_answer_among_wrong_ones_is_kept_by_every_group_algorithm(kind: str) -> None:
-    """A spread taken over the others of the group would be 0 for it alone, and filter out the one that matters."""
+    """A spread over the other rollouts of the group would be 0 for this one alone, and filter out the important one."""
     found = compute(batch({"g": ONE_OF_FOUR}), kind=kind)
     assert found.columns.trained.tolist() == [False, True, True] * 4
     assert found.sequence_columns["advantage"][0] > 0
@@ -286,7 +286,7 @@ def test_scaling_clamps_and_maps_and_a_truncated_reward_is_multiplied() -> None:
 
 @pytest.mark.parametrize("rewards", [[2.0, 3.0, 5.0, 10.0], [-1.0, -0.5, 0.0, 0.0], [0.2, 0.4, 3.0, 7.0]], ids=str)
 def test_dapo_learns_from_rewards_of_any_range(rewards: list[float]) -> None:
-    """Clamped to 0 and 1 they would be equal, or lose their order, and nothing would tell."""
+    """Clamped to 0 and 1 they would be equal or lose their order, without an error."""
     sequences = batch({"g": rewards})
     np.testing.assert_allclose(advantages(sequences, kind="dapo"), advantages(sequences, kind="grpo"))
     assert len(set(advantages(sequences, kind="dapo"))) == len(set(rewards))
@@ -311,7 +311,7 @@ def test_a_reward_outside_of_its_scale_is_refused_unless_it_is_to_be_clamped() -
 
 
 def test_a_group_that_shaping_makes_equal_is_not_trained_on() -> None:
-    """g's right answer was cut off and loses its reward: there is nothing to compare, so it is in no denominator."""
+    """g's right answer is truncated and loses its reward: the group has nothing to compare, so it is in no denominator."""
     sequences = batch({"g": [1.0, 0.0], "h": [1.0, 0.0]}, truncated=[True, False, False, False])
     found = compute(sequences, kind="grpo", reward={"truncated_factor": 0.0})
     assert found.columns.trained.reshape(4, 3)[:, 1].tolist() == [False, False, True, True]

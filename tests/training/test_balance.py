@@ -49,7 +49,7 @@ def test_ranks_without_a_sequence_have_an_empty_turn() -> None:
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=80), st.integers(2, 8))
 def test_ranks_differ_by_no_more_than_the_costliest_bin(lengths: list[int], ranks: int) -> None:
-    """Of two ranks the one that is ahead takes the cheaper bin of a turn, so it never draws further away than that."""
+    """Of two ranks the one with more work takes the cheaper bin of a turn, so the difference never grows beyond that."""
     cost = CostModel(1000.0)
     costs = cost.of(np.array(lengths))
     dealt = deal(pack(lengths, 4000), lengths, 4000, cost, ranks)

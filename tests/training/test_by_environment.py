@@ -101,7 +101,7 @@ def test_a_mixture_has_column_for_column_what_each_environment_has_alone(
 
 
 def test_a_critic_values_each_environment_by_its_own_rewards() -> None:
-    """Values of tokens, those behind truncated sequences, and what the critic is to learn: each at its sequences' places."""
+    """Values of tokens, values after truncated sequences, and the critic's targets: each at its sequences' places."""
 
     def with_values(algorithm: PolicyGradient, sequences: TrainingSequences) -> TokenSignals:
         values = sequences.gen_logprobs * np.float32(0.1) + np.float32(0.5)
@@ -123,7 +123,7 @@ def test_a_critic_values_each_environment_by_its_own_rewards() -> None:
 
 
 def test_environments_without_settings_are_computed_together_as_ever() -> None:
-    """Which shows where the whole batch counts: REINFORCE++ normalises over it."""
+    """Visible with REINFORCE++, which normalises over the whole batch."""
     run = {"kind": "reinforce_plus_plus", "kl_coefficient": 0.0}
     three = mixed("calc", "lakes", "words")
     joined = computed(section(**run, environments={"words": {"advantage_clip": [-9.0, 9.0]}}), three)
@@ -197,7 +197,7 @@ def test_settings_of_an_environment_that_is_not_in_the_mixture_are_refused() -> 
 
 
 class ClipsByTruncation(PolicyGradientAlgorithm):
-    """A user's algorithm whose loss follows from a key that an environment may set."""
+    """A custom algorithm with a loss that depends on a key of an environment."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.model_copy(update={"clip_high": 0.1 + config.mask_truncated}))

@@ -1,4 +1,4 @@
-"""8-bit moments: what they save, that a run continues with them bit for bit, and what is refused."""
+"""8-bit moments: memory saved, exact continuation of a run, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of `train` beside its algorithm changes what a step computes, or how; `train.service` says where."""
+"""Every key of `train` besides its algorithm changes the result or the way of a step; `train.service` sets its place."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class AboveTheMean(PolicyGradientAlgorithm):
 
 
 def member(group: str, sample: int, reward: float) -> Rollout:
-    """A rollout whose tokens follow from its place; completed, and truncated where its sample is a multiple of 5."""
+    """A completed rollout with tokens that depend on its place; truncated if its sample is a multiple of 5."""
     rng = np.random.default_rng([ord(group), sample])
     prompt, answer = [0, int(rng.integers(VOCABULARY))], rng.integers(0, VOCABULARY, 1 + sample % 5).tolist()
     before = [prompt[-1], *answer[:-1]]
@@ -122,7 +122,7 @@ def validated(rollouts: list[Rollout]) -> Validated:
 
 
 def gradients(result: Validated, algorithm: dict[str, Any]) -> list[bytes]:
-    """Of each update."""
+    """Return the gradients of each update."""
     service = BigramService(POLICY, REFERENCE)
     config = TrainConfig.model_validate(
         {"algorithm": algorithm, "minibatches": 2, "optimizer": OptimizerConfig(warmup_steps=0)}
@@ -168,7 +168,7 @@ def test_failed_and_masked_members_leave_the_gradient_of_every_algorithm_byte_eq
 
 
 def test_the_gradients_that_are_compared_are_some() -> None:
-    """Each algorithm learns something from the groups above, so that equal bytes say something."""
+    """Each algorithm has a gradient from the groups above, so that equal bytes are meaningful."""
     result = validated([member("g", 2 * i + 10, reward) for i, reward in enumerate([1.0, 0.0, 0.25, 1.0])])
     for algorithm in ALGORITHMS:
         found = gradients(result, algorithm)

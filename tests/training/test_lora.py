@@ -92,7 +92,7 @@ def test_the_gradient_of_the_adapter_is_that_of_the_merged_matrix(model_dir: Pat
 
 
 def test_the_policy_without_its_adapter_is_the_reference(model_dir: Path, tmp_path: Path) -> None:
-    """Of the same bytes as with a copy of the model that it began from, also from a checkpoint, whose matrices are merged."""
+    """The same bytes as with a copy of the starting model, also from a checkpoint, which has merged matrices."""
     config = TrainConfig.model_validate(CONFIG.model_dump() | {"algorithm": {"kl_coefficient": 0.5}})
     copied = Trainer.load(model_dir, config, reference_dir=model_dir)
     own = Trainer.load(model_dir, config)

@@ -178,7 +178,7 @@ def test_correction_weights_are_bounded_and_a_ratio_that_is_not_finite_counts_as
 
 
 def test_truncation_never_lifts_a_token_that_the_policy_has_unlearnt() -> None:
-    """A lower bound of 0.5 would weigh the first one 25 times what it is worth."""
+    """A lower bound of 0.5 would give the first one 25 times its weight."""
     defaults = GRPOConfig(mismatch_correction="tis")
     assert (defaults.bounds, GRPOConfig(mismatch_correction="icepop").bounds) == ((0.0, 2.0), (0.5, 5.0))
     settings = LossSettings(mismatch_correction="tis", mismatch_bounds=defaults.bounds)

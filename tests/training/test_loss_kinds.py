@@ -152,7 +152,7 @@ def test_value_and_gradient_equal_the_plain_reference_whole_and_in_uneven_parts(
     ids=str,
 )
 def test_the_gradient_is_the_slope_of_the_loss(kind: dict[str, Any]) -> None:
-    """Central differences; on_policy and cispo are left out, whose gradient is by design not that of their value."""
+    """Central differences; on_policy and cispo are omitted, because their gradient is by design not that of their value."""
     values, step = _values(7), 1e-6
     _, gradient = _ours(values, kind, [[0, 1, 2, 3, 4]])
     for i in range(len(OWNER)):
@@ -300,7 +300,7 @@ def test_the_kl_in_the_reward_has_the_value_of_the_one_in_the_loss(kind: Any) ->
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_no_token_of_another_sequence_enters_a_sequences_ratio(data: st.DataObject) -> None:
-    """Whatever stands beside a sequence in its microbatch, GSPO's loss of it is the same."""
+    """GSPO's loss of a sequence is the same with any other sequences in its microbatch."""
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))
     owner = torch.tensor([s for s, n in enumerate(lengths) for _ in range(n)])
     rng = random.Random(sum(lengths))

@@ -1,4 +1,4 @@
-"""A memory plan counts what stays from the shapes, and finds what a pass takes without a weight."""
+"""A memory plan counts permanent tensors by their shapes, and finds the memory of a pass without weights."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_doctor_refuses_a_model_that_does_not_fit_and_names_what_makes_it_fit(
 def test_an_adapters_frozen_matrices_are_planned_as_the_files_have_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One matrix in float32 keeps them all so, whatever config.json says of the others."""
+    """One float32 matrix keeps all of them in float32, with any dtype in config.json."""
     plans = list[MemoryPlan]()
     monkeypatch.setattr(memory_plan, "plan_memory", lambda *given: plans.append(plan_memory(*given)) or plans[-1])
     tree = {"run_id": "r", "store": str(tmp_path / "store"), "policy": {"kind": "pretrained", "path": str(tmp_path)}}

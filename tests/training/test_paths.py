@@ -1,4 +1,4 @@
-"""A rollout whose calls form a tree: each call is trained once, whatever path holds it, and the rollout counts once."""
+"""A rollout with a tree of calls: each call is trained once, on any number of paths, and the rollout counts once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def paths_of(rollouts: list[Rollout]) -> TrainingSequences:
 
 
 def calls_of(rollouts: list[Rollout]) -> list[dict[str, Any]]:
-    """Each call by itself: its whole prompt, masked, and what it generated."""
+    """Return each call alone: its whole prompt, masked, and its generated tokens."""
     rows = []
     for each in rollouts:
         for turn, prompt in zip(each.turns, rebuild_prompts(each.turns), strict=True):

@@ -175,7 +175,7 @@ def with_random_head(trainer: Trainer) -> Trainer:
 
 
 def plain_values(model: Any, head: Any, row: dict[str, Any]) -> tuple[dict[int, Any], Any]:
-    """Value before each generated token of a sequence computed alone, and behind its last one."""
+    """Return the value before each generated token of a sequence computed alone, and after its last one."""
     hidden = model.model(input_ids=torch.tensor([row["token_ids"]])).last_hidden_state[0]
     every = hidden @ head.weight[0] + head.bias[0]
     at = [t for t, trained in enumerate(row["loss_mask"]) if trained]

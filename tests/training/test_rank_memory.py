@@ -82,7 +82,7 @@ def test_what_a_rank_cannot_write_is_raised_when_all_know(tmp_path: Path, monkey
 def test_of_weights_in_bfloat16_no_rank_takes_much_more_than_its_part(
     tmp_path: Path, experts: int, vocabulary: int
 ) -> None:
-    """Of four: each holds a quarter in float32, and a process that converted or fused everything would take four times that."""
+    """Of four ranks each holds a quarter in float32; converting or fusing everything would take four times that."""
     wide: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 5 if experts else 8, "intermediate_size": 4096}
     wide |= {"moe_intermediate_size": 512} if experts else {}
     if vocabulary > 512:

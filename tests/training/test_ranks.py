@@ -188,7 +188,7 @@ def each_case() -> list[Any]:
 def make_case(
     kind: str, model: Path, reference: Path, settings: dict[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """As `ranks.py` reads it.
+    """Return a case for `ranks.py`.
 
     Args:
         settings: of the section `train`; those in CASES by default.
@@ -294,7 +294,8 @@ def start_ranks(out: Path, count: int, cases: list[dict[str, Any]]) -> Any:
 
 
 def distance(found: Path, expected: Path, start: Path | None = None) -> float:
-    """Relative distance of two safetensors files; of what moved since `start` when that is given. Counts of steps are equal."""
+    """Return the relative distance of two safetensors files, of the changes since `start` if given. Step counts must be
+    equal."""
     ours, theirs = load_file(found), load_file(expected)
     assert ours.keys() == theirs.keys()
     for name in [name for name in theirs if name.startswith("step/")]:

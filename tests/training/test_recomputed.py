@@ -1,4 +1,4 @@
-"""Sequences that the weights do not bear out: found wherever a policy is certain, and without a say in the gradient."""
+"""Sequences that contradict the weights: found wherever a policy is certain, and without influence on the gradient."""
 
 from __future__ import annotations
 

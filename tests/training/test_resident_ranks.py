@@ -128,7 +128,7 @@ def remote(url: str) -> RemoteTrainService:
 
 
 def two_steps(service: TrainService, model_dir: Path, directory: Path) -> dict[str, bytes]:
-    """What the service writes after two of them, the second from a checkpoint of the first."""
+    """Return the service's files after two steps, the second from a checkpoint of the first."""
     service.load_checkpoint(model_dir)
     step(service, loss_batch([0, 1, 2, 3, 4, 5]))
     service.save_checkpoint(directory / "first", Cursor(optimizer_steps=1))
@@ -326,7 +326,7 @@ def hung(pid: int) -> None:
 
 
 def lost(timeout_seconds: float, strike: int, model_dir: Path) -> str:
-    """What is raised when rank 1 is struck by a signal; none is left then."""
+    """Send a signal to rank 1 and return the error; no rank remains."""
     service = ranks_of(timeout_seconds)
     try:
         service.load_checkpoint(model_dir)
@@ -367,7 +367,7 @@ def test_a_rank_that_hangs_is_named_and_none_is_left(model_dir: Path) -> None:
 
 
 def test_no_call_of_the_ranks_goes_through_the_environments_proxy(together: ResidentRanks, model_dir: Path) -> None:
-    """Nothing listens at the one that was set when they began."""
+    """No program listens at the proxy that was set at their start."""
     together.load_checkpoint(model_dir)
 
 
@@ -415,7 +415,7 @@ def test_ranks_elsewhere_end_when_nothing_is_heard_of_who_knows_the_token(
 
 
 class BrokenLauncher(SubprocessLauncher):
-    """One whose machines say something that is no error of ours."""
+    """Launcher with machines that raise a foreign error."""
 
     def run(self, program: Program, said: Say, stopped: threading.Event) -> Location:
         raise ValueError(f"no queue for {program.ranks} ranks and {program.spec.timeout_seconds:g} s")  # type: ignore[attr-defined]

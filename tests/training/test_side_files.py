@@ -1,4 +1,4 @@
-"""What a checkpoint takes over from the one it was trained from."""
+"""Files that a checkpoint takes over from its predecessor."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_what_an_algorithm_reads_of_policy_and_reference_is_what_they_say(
 
 
 def test_distillation_takes_the_policy_to_its_teacher(tmp_path: Path) -> None:
-    """On samples of its own, and although every reward is 0."""
+    """On its own samples, with every reward 0."""
     policy_dir, teacher_dir = make_model(tmp_path / "policy"), make_model(tmp_path / "teacher", seed=1)
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=0)
     config = _config({"kind": "distillation", "teacher": str(teacher_dir)}, optimizer=optimizer, minibatches=2)

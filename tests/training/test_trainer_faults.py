@@ -1,4 +1,4 @@
-"""What the trainer refuses, and that a refusal leaves the weights as they were."""
+"""Refusals of the trainer, which leave the weights unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts of the real environments, played by the real loops over real tokens; only who answers is a fake."""
+"""Rollouts of the real environments, played by the real loops over real tokens; only the policy is a fake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION, GROUPS, SIZE = 3, 3, 4
 
 
 class FakeDemonstrator:
-    """Says what a demonstration of the task says, as tokens; its log-probabilities are drawn by the seed."""
+    """Replies with a demonstration of the task, as tokens; its log-probabilities are drawn by the seed."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self._environment = load_any(config.environment)
@@ -69,7 +69,7 @@ def _json(arguments: Any) -> str:
 
 
 class Batch:
-    """An iteration's rollouts as the store gives them back, and what they are held against."""
+    """An iteration's rollouts from the store, and the expected values."""
 
     def __init__(self, config: RunConfig, directory: Path, made: Sequence[Rollout]) -> None:
         self.config, self.text = config, DecodedText(directory)

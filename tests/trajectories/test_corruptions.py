@@ -285,7 +285,7 @@ def an_answer_changed_in_the_task_row(r: Rollout, _: Batch) -> None:
 
 
 def _count_anew(r: Rollout, batch: Batch) -> None:
-    """Let the counts written beside the turns hide the damage."""
+    """Correct the stored counts so that they hide the damage."""
     generated = sum(len(turn.generation_token_ids) for turn in r.turns)
     added = sum(len(turn.prompt_token_ids) for turn in r.turns)
     batch.recorded[r.rollout_id] = type(batch.recorded[r.rollout_id])(len(r.turns), generated, generated + added)

@@ -1,4 +1,4 @@
-"""The ledger: what was requested is what became of it."""
+"""The ledger: the number of requests equals the sum of the outcomes."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A ledger is held against its rows wherever it is used: what was planted is found by reader, trainer and `store verify`."""
+"""A ledger is compared with its rows at every use: reader, trainer and `store verify` find planted differences."""
 
 from __future__ import annotations
 

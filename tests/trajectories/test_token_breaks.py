@@ -51,7 +51,7 @@ def decode(tokenizer: Tokenizer):
 
 
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text in tokens of one letter: as a model may say it, and as no tokenizer writes it."""
+    """Return the text in tokens of one letter: possible for a model, impossible for a tokenizer."""
     return list(itertools.chain(*(tokenizer.encode(letter).ids for letter in text)))
 
 
@@ -107,7 +107,7 @@ def quoted_itself_to_a_sub_agent(t: Tokenizer):
 
 
 def compacted_its_history(t: Tokenizer):
-    """A summary takes the place of what was said first; the newest answer stays word for word."""
+    """A summary replaces the first messages; the newest answer is unchanged."""
     first, second, bot = "the town is Paris there<e>", "it is London of course<e>", "<s>bot: "
     whole = SYSTEM + USERS[0] + bot + first + USERS[1] + bot
     compacted = SYSTEM + "<s>summary: two towns were named so far<e>" + bot + second + USERS[2] + bot

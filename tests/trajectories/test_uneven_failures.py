@@ -1,4 +1,4 @@
-"""Failures that depend on what a rollout did are told from failures that chance spreads."""
+"""Failures that depend on the course of a rollout are distinguished from random ones."""
 
 import random
 from typing import Any

@@ -202,7 +202,7 @@ def test_the_ledger_balances_whatever_comes(outcomes: list[tuple[Status, int, bo
 
 @pytest.mark.parametrize(("valid", "kept"), [(2, 0), (15, 0), (16, 16), (32, 32)])
 def test_what_is_left_of_a_group_counts_only_if_it_is_half_of_one(valid: int, kept: int) -> None:
-    """However many failed beside it: of 32, two survivors were weighed as a whole group."""
+    """With any number of failures: of 32, two survivors had the weight of a whole group."""
     for lost in (0, 32 - valid):
         members = [rollout(sample=i) for i in range(valid)]
         members += [rollout(sample=valid + i, reward=None, status=Status.FAILED) for i in range(lost)]

@@ -1,4 +1,4 @@
-"""Which version drew which token is on record: through Parquet, into sequences, and proved before training."""
+"""The version of each sampled token is recorded: through Parquet, into sequences, and proved before training."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ SLOWER = "train.optimizer.learning_rate=0.01"
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`a`: three iterations, the last only collected, and in part; a replay of it, one that has not finished, and branches.
-    `b`: its policy says markup. `wide`: 400 rollouts. And two nights that `a` collected."""
+    """`a`: three iterations, the last partly collected; a complete and an incomplete replay of it, and branches. `b`: its
+    policy writes markup. `wide`: 400 rollouts. And two nights collected by `a`."""
     store = str(tmp_path_factory.mktemp("view") / "store")
     run = write_run(store, "a")
     begin_stage(run, 3, attempts=1)
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def write_replays(run: Run) -> None:
-    """`slower`, whose second stage differs by a key, and `open`, which has not finished."""
+    """Write `slower`, with a second stage that differs by a key, and `open`, which is not complete."""
     request = {"run_id": run.run_id, "iterations": [1, 2], "stages": ["train"], "set": [SLOWER], "inputs": {}}
     comparison = Comparison(
         "", request, {}, [StageComparison(1, "train", "equal"), StageComparison(2, "train", "differs")]
@@ -65,7 +65,7 @@ def write_replays(run: Run) -> None:
 
 @contextlib.contextmanager
 def viewing(store: str) -> Iterator[str]:
-    """Address of a viewer in a process of its own."""
+    """Yield the address of a viewer in a separate process."""
     command = [str(Path(sys.executable).with_name("roundhouse")), "view", "--store", store]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
@@ -99,7 +99,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, url: str) -> Iterator[Any]:
-    """A page that notes what goes wrong in it and what it asks of others; it may ask for nothing but the viewer."""
+    """A page that records its errors and requests; only requests to the viewer are allowed."""
     context = browser.new_context(viewport={"width": 1400, "height": 850})
     context.set_default_timeout(20_000)  # of a machine that does other things too
     page = context.new_page()

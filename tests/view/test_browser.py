@@ -1,4 +1,4 @@
-"""What a person sees and does in the viewer, in a real browser. That nothing a rollout says runs is checked after each test."""
+"""The viewer in a real browser. Each test ends with a check that no text of a rollout was executed."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -251,7 +251,7 @@ def test_every_text_stands_out_from_what_lies_behind_it_as_aa_asks(page: Any, ur
 
 
 def test_a_masked_sample_does_not_count_in_the_mean_of_its_group(page: Any, url: str) -> None:
-    """Of its four rewards, 1 1 0 0, the first is masked."""
+    """The first of its four rewards, 1 1 0 0, is masked."""
     open_page(page, url, "run=a&iteration=2&rollout=sum/1/0&at=2&tab=group")
     page.wait_for_selector(".groupnote:has-text('4 samples, mean reward 0.333')")
 

@@ -1,4 +1,4 @@
-"""What the viewer answers over HTTP, to whom, and what it refuses."""
+"""The viewer's HTTP answers, its clients, and its refusals."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A replica's end of a group, without an engine: what its worker does with a seat. And a sender of files."""
+"""A replica's end of a group without an engine: its worker's part with a seat. And a sender of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def offer_to(
 def file_sender(
     directory: Path, replicas: list[str], seconds: float, batch_bytes: int = BATCH_BYTES, dtype: Dtype = "float32"
 ) -> Sender:
-    """Sends what is in a directory, as the process that refits does."""
+    """Return a sender of a directory's files, as in the process that refits."""
     return Sender.of_files(directory, offer_to(replicas, seconds, batch_bytes, dtype))
 
 

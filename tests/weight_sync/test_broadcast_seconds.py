@@ -1,4 +1,4 @@
-"""The rule for the time of a broadcast beside the refits that Miles published (docs/gpu.md)."""
+"""The rule for the time of a broadcast, compared with the refits that Miles published (docs/gpu.md)."""
 
 from __future__ import annotations
 

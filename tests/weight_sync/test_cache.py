@@ -1,4 +1,4 @@
-"""A node's cache: made once, whole or not there, never taken away from who uses it, bounded."""
+"""A node's cache: entries are made once, complete or absent, never removed during use, and bounded."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def follow(
 
 
 def says(weights: FetchedWeights, checkpoint: Reference) -> ReplicaReport:
-    """What a replica that holds these weights answers."""
+    """Return the answer of a replica with these weights."""
     status = {
         "replica_id": "a",
         "ready": True,

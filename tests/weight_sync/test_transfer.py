@@ -1,4 +1,4 @@
-"""A group of plain processes' ends: what was sent arrives whole everywhere, and nobody waits for one that is gone."""
+"""A group of plain processes: sent weights arrive completely everywhere, and no member waits for a lost one."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_where_nobody_gives_seats_the_time_limit_ends_the_wait(tmp_path: Path) -
 
 
 def test_where_packets_are_dropped_the_replica_reads_the_checkpoint_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a NetworkPolicy: nothing is refused, and nothing comes. Here the kernel drops what a full queue has no room for."""
+    """As by a NetworkPolicy: connections are neither refused nor answered. Here the kernel drops packets beyond a full
+    queue."""
     monkeypatch.setattr(transfer, "REACH_SECONDS", 0.5)
     with socket.create_server((HERE, 0), backlog=0) as silent:
         address = silent.getsockname()

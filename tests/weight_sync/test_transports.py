@@ -1,4 +1,4 @@
-"""Whatever the way, the same bytes arrive, or the checkpoint is read instead and the note says why."""
+"""With any transport the same bytes arrive, or the checkpoint is read instead and the note gives the reason."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LEFT_OUT = ("Job", "Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget
 
 
 def settings() -> dict[str, str]:
-    """Return images and addresses; skip the test, with the names of what is missing."""
+    """Return images and addresses; skip the test and name the missing ones."""
     images = dict(item.partition("=")[::2] for item in os.environ.get("ROUNDHOUSE_IMAGES", "").split(",") if item)
     values = {"KUBECONFIG": os.environ.get("KUBECONFIG"), "ROUNDHOUSE_HOST": os.environ.get("ROUNDHOUSE_HOST")}
     values |= {f"ROUNDHOUSE_IMAGES {name}=": images.get(name) for name in ("engine", "engine-next")}
@@ -50,7 +50,7 @@ def settings() -> dict[str, str]:
 
 @dataclass
 class Scene:
-    """The applied overlay, and what was measured on it."""
+    """The applied overlay and its measurements."""
 
     admin: Cluster
     namespace: str
@@ -207,7 +207,7 @@ def flow_kubeconfig(admin: Cluster, namespace: str, source: Path, target: Path) 
 
 @contextmanager
 def applied(directory: Path, *components: str, engine: bool = True) -> Iterator[Scene]:
-    """The overlay in a namespace of its own, which is deleted at the end; without `engine`, without its RayService."""
+    """Apply the overlay in a separate namespace, deleted at the end; without `engine`, without its RayService."""
     values = settings()
     kubeconfig = Path(values["KUBECONFIG"])
     admin = cluster_of(kubeconfig, patience=60)

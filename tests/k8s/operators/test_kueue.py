@@ -80,7 +80,7 @@ def workers(scene: Scene, phase: str) -> list[str]:
 
 
 def is_waiting(scene: Scene) -> bool:
-    """Whether a worker of the engine waits in the queue."""
+    """Return whether a worker of the engine waits in the queue."""
     return any(pod["spec"].get("schedulingGates") for pod in scene.pods("worker"))
 
 

@@ -75,7 +75,7 @@ def test_a_run_trains_by_sglangs_routes_and_computes_what_the_server_reports(mod
 
 
 def test_weights_that_the_server_only_claims_to_hold_make_no_version(model: Path, tmp_path: Path) -> None:
-    """Nothing but the comparison of log-probabilities can tell."""
+    """Only the comparison of log-probabilities can detect this."""
     train = settings(tmp_path, NOWHERE)["train"] | {"optimizer": {"learning_rate": 0.03}}
     far = {"train": train, "validation": {"recompute_tolerance": 1e-3}}
     with serving(FakeSGLang(model, obeys=False).app) as url:

@@ -11,7 +11,7 @@ ENGINE = "roundhouse.generation.transformers_engine"
 
 
 class DeclaredGpu(importlib.abc.MetaPathFinder):
-    """Changes what the engine's module does, when it is imported."""
+    """Patches the engine's module when it is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != ENGINE:

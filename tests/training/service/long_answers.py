@@ -1,4 +1,4 @@
-"""An environment whose rewards differ whatever the policy says: the length of its answer."""
+"""An environment with different rewards for any policy: the length of its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs in process: what each leaves behind."""
+"""Effects of each verb in process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_drops_the_gradient_of_the_calls_before(engine
 
 
 def test_loading_a_checkpoint_takes_everything_back_to_it(engine: TrainEngine, tmp_path: Path) -> None:
-    """Weights, moments, step count and cursor: what follows is what followed."""
+    """Weights, moments, step count and cursor: the next steps are equal."""
     batch = loss_batch(list(range(16)))
 
     def update() -> None:

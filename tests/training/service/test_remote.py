@@ -213,7 +213,7 @@ def test_a_body_above_the_limit_is_refused(model_dir: Path, tmp_path: Path) -> N
 
 
 def several_from_one_rollout() -> list[dict[str, Any]]:
-    """A group whose rollouts were split into sequences, one of a single rollout of three sequences, and an ordinary one."""
+    """A group with rollouts split into sequences, one of a single rollout of three sequences, and an ordinary one."""
     rows = [record(f"a{i}/{part}", "a", float(i % 2), rollout=f"a{i}") for i in range(4) for part in range(1 + i % 3)]
     rows += [record(f"b/{part}", "b", 0.7, rollout="b") for part in range(3)]
     return rows + [record(f"c{i}", "c", float(i == 0)) for i in range(4)]

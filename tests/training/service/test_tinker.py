@@ -51,7 +51,7 @@ def server(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[F
 
 @pytest.fixture
 def start(tmp_path: Path, model_dir: Path) -> Path:
-    """What is needed of the base model here: no weights."""
+    """Make the parts of the base model that are needed here: no weights."""
     directory = tmp_path / "start"
     directory.mkdir()
     (directory / "config.json").write_bytes((model_dir / "config.json").read_bytes())
@@ -71,7 +71,7 @@ def config(algorithm: Any, updates: int = 3) -> TrainConfig:
 
 
 def distance(fake: FakeTinker, local: Trainer, start: dict[str, torch.Tensor]) -> float:
-    """Of the two models' ways from the start, relative to their length."""
+    """Return the relative distance between the two models' changes from the start."""
     ours, theirs = dict(local.model.named_parameters()), dict(fake.model.named_parameters())
     apart = sum(float((ours[name] - theirs[name]).detach().double().square().sum()) for name in ours)
     return (apart / sum(float((ours[name] - start[name]).detach().double().square().sum()) for name in ours)) ** 0.5
