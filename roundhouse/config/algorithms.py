@@ -5,14 +5,27 @@ Invariant: a section checks its own keys; checks with other sections are in `con
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
+from roundhouse import plugins
 from roundhouse.config.environments import EnvironmentName
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Code, Fraction, PositiveFloat, PositiveInt, Section, Target, is_recorded
+from roundhouse.config.section import (
+    TARGET,
+    Code,
+    Consent,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Target,
+    is_recorded,
+)
 
 Aggregation = Literal["token", "sequence", "rollout", "fixed_length"]
 MismatchCorrection = Literal["auto", "none", "tis", "icepop", "seq-mask-tis"]
@@ -261,10 +274,50 @@ class EnvironmentAlgorithm(Section):
     entropy_coefficient: Annotated[float, Field(ge=0)] | None = None
 
 
+def _known_loss(name: str) -> str:
+    if not re.match(TARGET, name) and name not in (known := plugins.names("loss")):
+        raise ValueError(
+            f"unknown policy loss {name!r}. Set it to {', '.join(known)}, module:function or path/to/file.py:function."
+        )
+    return name
+
+
+def _list_losses(schema: dict[str, Any]) -> None:
+    named = {"enum": list(plugins.names("loss")), "type": schema.pop("type")}
+    schema["anyOf"] = [named, {"pattern": TARGET, "type": "string"}]
+
+
+LossName = Annotated[
+    str, AfterValidator(_known_loss), Field(json_schema_extra=_list_losses), Consent("code", role="loss")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """Traits of a plug-in of the role `loss`."""
+
+    single_update_only: bool = False
+    """It is right for one optimizer step an iteration alone."""
+    takes_ratio: bool = True
+    """It accepts another `importance_ratio` than token."""
+    clips: Literal["surrogate", "ratio"] | None = None
+    """The quantity whose clipped share is the metric `clip_fraction`; None: it has no such metric."""
+
+
+CLIPPED = LossTraits(clips="surrogate")
+CISPO = LossTraits(takes_ratio=False, clips="ratio")
+REINFORCE = LossTraits(single_update_only=True, takes_ratio=False)
+
+
+def loss_traits(name: str) -> LossTraits:
+    """Return the traits of `policy_loss`; the default ones for a function named by `module:function`."""
+    return LossTraits() if ":" in name else plugins.traits("loss", name) or LossTraits()
+
+
 class PolicyGradient(TokenLoss):
     """Keys of the algorithms that weigh tokens by an advantage."""
 
-    policy_loss: Literal["clipped", "cispo", "reinforce"] | Target = "clipped"
+    policy_loss: LossName = "clipped"
     """clipped: PPO's surrogate. cispo: log-probability weighted by the clipped ratio, no gradient through it. reinforce:
     log-probability alone, for one update an iteration: nothing corrects for the policy that the others start from. Or a
     function of your own, `module:function` or `path/to/file.py:function` (docs/algorithms.md)."""
@@ -318,8 +371,8 @@ class PolicyGradient(TokenLoss):
 
     @property
     def single_update_only(self) -> str | None:
-        if self.policy_loss == "reinforce":
-            return "policy_loss: reinforce"
+        if loss_traits(self.policy_loss).single_update_only:
+            return f"policy_loss: {self.policy_loss}"
         return "importance_ratio: on_policy" if self.importance_ratio == "on_policy" else None
 
     @model_validator(mode="after")
@@ -332,7 +385,7 @@ class PolicyGradient(TokenLoss):
                 f"dual_clip ({self.dual_clip}) bounds the clipped loss, but policy_loss is {kind}. Unset dual_clip.",
             ),
             (
-                kind in ("cispo", "reinforce") and ratio != "token",
+                not loss_traits(kind).takes_ratio and ratio != "token",
                 f"importance_ratio {ratio} has no effect with policy_loss {kind}. Set importance_ratio to token, or "
                 "policy_loss to clipped.",
             ),

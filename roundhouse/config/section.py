@@ -52,7 +52,8 @@ Endpoint = Annotated[T, Consent("endpoint")]
 DataFile = Annotated[T, Consent("data")]
 SecretFile = Annotated[str, Consent("secret")]
 """Path of a file that holds a secret, such as a mounted one."""
-Target = Annotated[str, Field(pattern=r"^(?:[\w.]+|.+\.py):[\w.]+$"), Consent("code")]
+TARGET = r"^(?:[\w.]+|.+\.py):[\w.]+$"
+Target = Annotated[str, Field(pattern=TARGET), Consent("code")]
 """A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.imports`)."""
 
 

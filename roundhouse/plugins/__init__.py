@@ -56,6 +56,7 @@ Role = Literal[
     "environment",
     "sandbox",
     "algorithm",
+    "loss",
     "curriculum",
     "weight_transport",
     "launcher",

@@ -42,6 +42,10 @@ def _algorithm(section: str, factory: str) -> Plugin:
     return Plugin(f"roundhouse.training.algorithms.{factory}", f"roundhouse.config.algorithms:{section}Config")
 
 
+def _loss(name: str) -> Plugin:
+    return Plugin(f"roundhouse.training.loss:{name}_loss", traits=f"roundhouse.config.algorithms:{name.upper()}")
+
+
 def _curriculum(section: str, factory: str) -> Plugin:
     return Plugin(f"roundhouse.rollout.plan:{factory}", f"roundhouse.config.rollout:{section}")
 
@@ -98,6 +102,9 @@ BUILT_IN: Mapping[str, Plugin] = {
     "algorithm.custom": Plugin(
         "roundhouse.training.algorithms:load_custom", "roundhouse.config.algorithms:CustomAlgorithmConfig"
     ),
+    "loss.clipped": _loss("clipped"),
+    "loss.cispo": _loss("cispo"),
+    "loss.reinforce": _loss("reinforce"),
     "curriculum.epochs": _curriculum("Epochs", "draw_epochs"),
     "curriculum.success_band": _curriculum("SuccessBand", "SuccessBandCurriculum"),
     "curriculum.custom": _curriculum("CustomCurriculum", "load_custom"),

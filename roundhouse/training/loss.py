@@ -27,12 +27,14 @@ same weights and trained tokens, so a failed refit shows here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from roundhouse.config.algorithms import AGREEMENT, Aggregation
+from roundhouse import plugins
+from roundhouse.config.algorithms import AGREEMENT, Aggregation, loss_traits
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_function
 from roundhouse.training.algorithms import LossSettings
@@ -233,24 +235,45 @@ def importance_ratio(tokens: LossTokens, settings: LossSettings, sequence: torch
 def policy_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
     """[M] policy term per token, to be minimised.
 
-    A function that `settings.policy_loss` names is called with the same tokens, ratio [M] and settings, and gives the same.
+    The function that `settings.policy_loss` names is called with the same tokens, ratio [M] and settings, and returns the same.
 
     Raises:
-        ConfigError: that function gives another shape.
+        ConfigError: that function returns another shape.
     """
-    if settings.policy_loss == "reinforce":
-        return -tokens.advantages * tokens.cur
-    if settings.policy_loss == "cispo":
-        return -tokens.advantages * _clamped(ratio, settings).detach() * tokens.cur
-    if settings.policy_loss == "clipped":
-        return clipped_policy_loss(ratio, tokens.advantages, settings)
-    terms: torch.Tensor = load_function(settings.policy_loss, "train.algorithm.policy_loss")(tokens, ratio, settings)
+    terms: torch.Tensor = loss_function(settings.policy_loss)(tokens, ratio, settings)
     if terms.shape != ratio.shape:
         raise ConfigError(
             f"train.algorithm.policy_loss is {settings.policy_loss!r}, which gives the shape {tuple(terms.shape)} for "
             f"{len(ratio)} tokens. Return one term for each of them, not their sum: the trainer makes the mean."
         )
     return terms
+
+
+def loss_function(name: str) -> Callable[[LossTokens, torch.Tensor, LossSettings], torch.Tensor]:
+    """Return the function that `policy_loss` names: a plug-in, or `module:function`.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    chosen: Callable[[LossTokens, torch.Tensor, LossSettings], torch.Tensor] = (
+        load_function(name, "train.algorithm.policy_loss") if ":" in name else plugins.factory("loss", name)
+    )
+    return chosen
+
+
+def reinforce_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """Return −A · cur for each token."""
+    return -tokens.advantages * tokens.cur
+
+
+def cispo_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """Return the log-probability weighted by the advantage and the clipped ratio, which carries no gradient."""
+    return -tokens.advantages * _clamped(ratio, settings).detach() * tokens.cur
+
+
+def clipped_loss(tokens: LossTokens, ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """Return PPO's clipped surrogate for each token."""
+    return clipped_policy_loss(ratio, tokens.advantages, settings)
 
 
 def clipped_policy_loss(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings) -> torch.Tensor:
@@ -358,9 +381,10 @@ def _add_ratio_statistics(sums: MetricSums, ratio: torch.Tensor, tokens: LossTok
     sums.add("probs_ratio_clamped", clamped)
     sums.add("probs_ratio_min", ratio)
     sums.add("probs_ratio_max", ratio)
-    if settings.policy_loss == "clipped":
+    clips = loss_traits(settings.policy_loss).clips
+    if clips == "surrogate":
         sums.add("clip_fraction", (-tokens.advantages * clamped > -tokens.advantages * ratio).float())
-    elif settings.policy_loss == "cispo":
+    elif clips == "ratio":
         sums.add("clip_fraction", (clamped != ratio).float())
     sums.add("approx_entropy", -torch.exp(cur - tokens.gen) * cur)
 

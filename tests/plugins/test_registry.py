@@ -26,6 +26,8 @@ from roundhouse.infra.services import needed_services
 from roundhouse.rollout.clients import open_environment, verdict_on
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.train import open_service
+from roundhouse.training.algorithms import build_algorithm
+from roundhouse.training.loss import loss_function
 from tests.plugins.packages import MAZE, install
 
 NAMES = {"environment.maze": "rh_maze:MAZE", "sink.log": "rh_maze:LOG"}
@@ -188,6 +190,39 @@ def test_a_package_adds_a_train_service_with_its_checks_and_its_place(site: Path
     assert parse_config(config.model_dump(mode="json")) == config
     with pytest.raises(ConfigError, match=r"train\.service\.kind is lent, but train\.lora is set"):
         parse_config({"run_id": "r", "train": {"service": {"kind": "lent"}, "lora": {}}})
+
+
+def test_a_package_adds_a_loss_with_its_traits(site: Path) -> None:
+    source = """
+    from roundhouse.config.algorithms import LossTraits
+    from roundhouse.plugins import Plugin
+    def plain_loss(tokens, ratio, settings):
+        return -tokens.advantages * ratio
+    PLAIN = Plugin(plain_loss, traits=LossTraits(single_update_only=True, takes_ratio=False))
+    """
+    install(site, "rh-plain", {"loss.plain": "rh_plain:PLAIN"}, {"rh_plain": source})
+    once = {"minibatches": 1, "epochs": 1}
+    config = parse_config({"run_id": "r", "train": {"algorithm": {"policy_loss": "plain"}, **once}})
+    assert loss_function("plain").__name__ == "plain_loss"
+    assert build_algorithm(config.train.algorithm).loss.policy_loss == "plain"
+    assert unnamed_code(config, []) == {}, "a person installed the code"
+    for train, text in (
+        (
+            {"algorithm": {"policy_loss": "plain"}, "minibatches": 4},
+            "policy_loss: plain, which needs one optimizer step",
+        ),
+        (
+            {"algorithm": {"policy_loss": "plain", "importance_ratio": "on_policy"}, **once},
+            "has no effect with policy_loss",
+        ),
+        (
+            {"algorithm": {"policy_loss": "plian"}},
+            "unknown policy loss 'plian'. Set it to clipped, cispo, reinforce, pl",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            parse_config({"run_id": "r", "train": train})
+        assert text in str(error.value)
 
 
 def test_a_package_adds_an_engine_with_its_traits(site: Path) -> None:

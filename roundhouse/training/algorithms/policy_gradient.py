@@ -36,10 +36,9 @@ import numpy as np
 
 from roundhouse.config.algorithms import AdaptiveKL, OverlongShaping, PolicyGradient, RewardShaping, Scaling, TokenLoss
 from roundhouse.errors import DataError
-from roundhouse.imports import load_function
 from roundhouse.training.algorithms import AlgorithmInputs, LossSettings, TokenColumns, TokenSignals
 from roundhouse.training.batch import TrainingSequences
-from roundhouse.training.loss import KL_INPUT_CLAMP, KL_OUTPUT_CLAMP
+from roundhouse.training.loss import KL_INPUT_CLAMP, KL_OUTPUT_CLAMP, loss_function
 from roundhouse.trajectories.records import SPREAD_TOLERANCE
 
 
@@ -248,8 +247,7 @@ class PolicyGradientAlgorithm:
     def __init__(self, config: PolicyGradient) -> None:
         """Raises ConfigError: `policy_loss` names no function."""
         self.config = config
-        if ":" in config.policy_loss:
-            load_function(config.policy_loss, "train.algorithm.policy_loss")
+        loss_function(config.policy_loss)
 
     @property
     def loss(self) -> LossSettings:
