@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from roundhouse.config.training import TrainConfig
-from roundhouse.errors import DataError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithms import TokenSignals, build_algorithm
 from roundhouse.training.batch import TrainingSequences
 from tests.training.tiny import records
 
 TRAINERS = """
-from nexrl.trainer import RemoteApiTrainer, SelfHostedTrainer
+import torch
+from nexrl.trainer import RemoteApiTrainer, SelfHostedGrpoTrainer, SelfHostedTrainer
 from nexrl.nexrl_types import Batch, Trajectory
 
 class MyCustomTrainer(SelfHostedTrainer):
@@ -38,6 +39,22 @@ class MyRemoteTrainer(RemoteApiTrainer):
             trajectory["advantages"] = 2 * trajectory["reward"] - 1
         metrics["custom"] = len(trajectories)
         return trajectories
+
+class Halved(SelfHostedGrpoTrainer):
+    def _reward_fn(self, batch):
+        scores = super()._reward_fn(batch)
+        assert scores.shape == batch.values["responses"].shape
+        assert scores.sum(-1).tolist() == batch.values["reward"]
+        assert not scores[batch.values["loss_mask"][:, -scores.shape[1]:] == 0].any()
+        return torch.where(scores > 0.5, 1.0, 0.0).double()
+
+    def _compute_data_metrics(self, batch):
+        assert len(batch.values["advantages"]) == len(batch)
+        return {"mine": 1.0}
+
+class Penalized(SelfHostedGrpoTrainer):
+    def _apply_kl_penalty(self, batch, kl_ctrl, kl_penalty):
+        return batch, {}
 
 class Forgetful(RemoteApiTrainer):
     def _prepare_trajectories(self, trajectories, metrics):
@@ -82,6 +99,17 @@ def test_nexrls_grpo_is_the_runs_but_for_its_epsilon() -> None:
         _, theirs = computed(f"roundhouse.compat.nexrl.trainers:{name}")
         np.testing.assert_allclose(theirs.columns.advantages, ours.columns.advantages, rtol=1e-4, atol=1e-5)
     assert len(sequences)
+
+
+def test_a_hook_of_nexrls_grpo_has_its_effect_and_one_that_is_not_called_is_refused(trainers: str) -> None:
+    sequences, signals = computed(f"{trainers}:Halved")
+    _, plain = computed("roundhouse.compat.nexrl.trainers:SelfHostedGrpoTrainer")
+    differs = signals.columns.advantages != plain.columns.advantages
+    halves = {group for group, reward in zip(sequences.group_ids, sequences.rewards, strict=True) if reward == 0.5}
+    assert halves, "only the groups with a reward of a half have other advantages"
+    assert {sequences.group_ids[place] for place in sequences.sequence_of_token[differs]} == halves
+    with pytest.raises(ConfigError, match=r"Penalized defines _apply_kl_penalty, which is not called.*kl_placement"):
+        computed(f"{trainers}:Penalized")
 
 
 def computed_grpo() -> tuple[TrainingSequences, TokenSignals]:

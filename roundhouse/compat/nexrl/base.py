@@ -416,21 +416,21 @@ class BaseRolloutWorker(NexRLModule):
         """Play the task and put its trajectory. The module's docstring explains the result."""
         raise NotImplementedError(f"{type(self).__name__} defines neither step nor run_agent")
 
-    def format_task_query(self, item: dict[str, Any]) -> str:
+    def format_task_query(self, data_item: dict[str, Any]) -> str:
         """Return the prompt for a data item.
 
         Raises:
             KeyError: the item lacks all of prompt, query and question.
         """
         for name in QUERY_FIELDS:
-            if item.get(name):
-                return str(item[name])
+            if data_item.get(name):
+                return str(data_item[name])
         raise KeyError(f"the item lacks {', '.join(QUERY_FIELDS)}: override format_task_query")
 
-    def get_train_loss_mask(self, infos: list[dict[str, Any]]) -> list[bool]:
+    def get_train_loss_mask(self, trajectory_infos: list[dict[str, Any]]) -> list[bool]:
         """Return for each model call (`LlmClient.infos`) whether it is trained on. A masked call stays in later
         prompts."""
-        return [True] * len(infos)
+        return [True] * len(trajectory_infos)
 
     async def put_trajectory(
         self,

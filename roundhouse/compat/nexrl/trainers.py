@@ -24,16 +24,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roundhouse.compat.nexrl.pool import Batch, Trajectory
 from roundhouse.compat.nexrl.trainer_loop import TrainerLoop
 from roundhouse.config.algorithms import GRPOConfig, PolicyGradient
-from roundhouse.errors import DataError
+from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.algorithms.policy_gradient import Groups, PolicyGradientAlgorithm, Rewards
 from roundhouse.training.batch import TrainingSequences
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 EPSILON = 1e-8
@@ -187,17 +190,68 @@ class RemoteApiTrainer(BaseTrainer):
 
 
 class SelfHostedGrpoTrainer(SelfHostedTrainer):
-    """NexRL's GRPO: (reward - mean) / (std + 1e-8) within the trajectories of one group."""
+    """NexRL's GRPO: (reward - mean) / (std + 1e-8) within the trajectories of one group. A subclass overrides one of the hooks.
+
+    A KL penalty in the reward is the run's (`train.algorithm.kl_placement`), and so are the old log-probabilities.
+    """
+
+    _NOT_CALLED = ("_apply_kl_penalty", "_compute_old_log_probs")
+
+    def __init__(self, config: PolicyGradient | Mapping[str, Any], **parameters: Any) -> None:
+        """
+        Raises:
+            ConfigError: as `BaseTrainer`, or the subclass defines a hook that is not called.
+        """
+        super().__init__(config, **parameters)
+        if unused := [name for name in self._NOT_CALLED if hasattr(self, name)]:
+            raise ConfigError(
+                f"{type(self).__name__} defines {', '.join(unused)}, which is not called here. Leave it out, and set "
+                "train.algorithm.kl_placement, kl_coefficient and importance_ratio."
+            )
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        columns = zip(batch.values["group_id"], batch.values["reward"], strict=True)
-        rows = compute_grpo_advantage_for_trajectories(
-            [{"group_id": group, "reward": reward} for group, reward in columns]
-        )
-        batch.values["advantages"] = [each["advantages"] for each in rows]
-        metrics: dict[str, Any] = {}
+        self._log_rollout_metrics(batch)
+        batch.values["token_level_scores"] = self._reward_fn(batch)
+        batch = self._compute_advantage(batch)
+        metrics: dict[str, Any] = dict(self._compute_data_metrics(batch))
+        columns = (batch.values["token_level_scores"].sum(-1), _per_sequence(batch))
+        rows = [{"reward": reward, "advantages": value} for reward, value in zip(*columns, strict=True)]
         log_grpo_metrics(rows, metrics)
         return batch, metrics
+
+    def _reward_fn(self, batch: Batch) -> torch.Tensor:
+        """Return [B, T] scores of the responses' tokens: the reward at the last token that the policy generated."""
+        import torch
+
+        responses = batch.values["responses"]
+        mask = batch.values["loss_mask"][:, -responses.shape[1] :]
+        last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+        scores = torch.zeros(responses.shape, dtype=torch.float64)
+        scores[torch.arange(len(scores)), last] = torch.tensor(batch.values["reward"], dtype=torch.float64)
+        return scores
+
+    def _compute_advantage(self, batch: Batch) -> Batch:
+        """Write `advantages` ([B], or [B, T] of the responses) from `token_level_scores`."""
+        rewards = batch.values["token_level_scores"].sum(-1).tolist()
+        groups = zip(batch.values["group_id"], rewards, strict=True)
+        rows = compute_grpo_advantage_for_trajectories([{"group_id": group, "reward": each} for group, each in groups])
+        batch.values["advantages"] = [each["advantages"] for each in rows]
+        return batch
+
+    def _compute_data_metrics(self, batch: Batch) -> dict[str, Any]:
+        """Return metrics of the prepared batch."""
+        return {}
+
+    def _log_rollout_metrics(self, batch: Batch) -> None:
+        """Log metrics of the batch before it is prepared."""
+
+
+def _per_sequence(batch: Batch) -> list[float]:
+    """Return the mean advantage of each sequence's response."""
+    import torch
+
+    values = torch.as_tensor(batch.values["advantages"]).float()
+    return [float(row.mean()) for row in values]
 
 
 class RemoteApiGrpoTrainer(RemoteApiTrainer):
