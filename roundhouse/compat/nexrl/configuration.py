@@ -212,7 +212,7 @@ TABLE: Mapping[str, Rule] = {
     "service.tinker_service.base_url": to("train.service.url"),
     "service.tinker_service.lora_rank": to("train.service.lora_rank"),
     "service.tinker_service.api_key": read(),
-    "service.weaver_service.*": refused("Leave it out: Weaver has no public API (docs/train-service.md)."),
+    "service.weaver_service.*": refused("Leave it out: a run does not reach Weaver (docs/train-service.md)."),
     "validate.validate_before_train": to("evaluation.before_training"),
     "validate.data.type": read(),
     "validate.data.data_files": read(),
@@ -491,7 +491,10 @@ def _read_services(result: Translation) -> None:
     for name in ("service.train_service.main_actor", "service.train_service"):
         kinds = (None, "nextrainer", "direct-zmq", "http", "tinker")
         if get(f"{name}.backend") not in kinds:
-            result.refuse(f"{name}.backend", "Set it to nextrainer or tinker, or choose train.service.kind.")
+            result.refuse(
+                f"{name}.backend",
+                "Set it to nextrainer or tinker, or choose train.service.kind: no backend makes results up.",
+            )
         if ranks := max(get(f"{name}.resource.world_size", 0), get(f"{name}.resource.gpus_per_pod", 0)):
             put("train.service.processes", ranks, f"{name}.resource.gpus_per_pod")
         if (part := get(f"{name}.actor.ppo_mini_batch_size")) and (batch := get("trajectory_pool.batch_size")):

@@ -400,7 +400,7 @@ class NexAURolloutWorker(BaseRolloutWorker):
                 result = await self._result(dialog, name, arguments, task)
                 dialog.messages.append(tool_message(call["id"], result))
                 final += [result] if name in agent.stop_tools else []
-            self.llm.limit = cut  # that of this agent's reply, not of a sub-agent's
+            self.llm.limit = cut  # a sub-agent's cut reply does not end this agent
             if final:
                 dialog.answer = final[0]
                 return ""
@@ -429,7 +429,7 @@ class NexAURolloutWorker(BaseRolloutWorker):
         return result
 
     async def _ask_below(self, agent: NexAUAgent, arguments: str, task: dict[str, Any], spans: list[Span]) -> str:
-        """Return a sub-agent's answer; the last one that it has if a limit of its own ends it."""
+        """Return a sub-agent's answer; the newest one if the sub-agent reaches its limit."""
         if not (message := _argument(arguments, "message")):
             return json.dumps({"error": "Invalid parameters: 'message' is a required text"})
         dialog = _Dialog(agent, agent.first_messages(message, task), spans)

@@ -114,7 +114,7 @@ class TrainerLoop(NexRLModule):
         """Train in a thread, until `stop` or `total_train_steps`.
 
         Raises:
-            ConfigError: there is no pool.
+            ConfigError: the pool is missing.
         """
         if self._pool is None:
             raise ConfigError(f"{type(self).__name__} has no trajectory pool: call set_module_references before run.")

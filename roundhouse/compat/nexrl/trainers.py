@@ -43,8 +43,8 @@ EPSILON = 1e-8
 
 
 class BaseTrainer(PolicyGradientAlgorithm, TrainerLoop):
-    """A source of advantages with NexRL's hooks: a subclass of one of the two below, or one with `train` of its own, for a
-    loop of your own."""
+    """A source of advantages with NexRL's hooks: a subclass of one of the two below, or for a loop of your own a class
+    that defines `train`."""
 
     def __init__(self, config: PolicyGradient | Mapping[str, Any], **parameters: Any) -> None:
         """
