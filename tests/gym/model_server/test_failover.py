@@ -116,7 +116,7 @@ def test_calls_that_wait_for_an_engine_that_hangs_go_to_another_one(served: Serv
     client = served(hung, other, health_check_seconds=0.05, connect_timeout_seconds=0.3)
     begun = time.monotonic()
     assert client.post("/v1/responses", json=BODY).status_code == 200
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 10  # three looks of five seconds without the key
     assert len(other.requests) == 1
 
 
