@@ -599,6 +599,12 @@ class CustomEnvironment(EnvironmentSection):
     """Additional MCP servers (streamable HTTP), URL by name. The policy sees their tools as `mcp__<name>__<tool>`."""
 
 
+def data_source(data: str) -> str | None:
+    """Return the plug-in that reads `NAME:…`; None for a file."""
+    source, separator, rest = data.partition(":")
+    return source if separator and not rest.startswith("//") and source in plugins.names("data_source") else None
+
+
 class DatasetEnvironment(EnvironmentSection):
     """Rows of a data file, judged by reward functions."""
 
@@ -629,7 +635,7 @@ class DatasetEnvironment(EnvironmentSection):
                 f"reward_weights has {len(self.reward_weights)} numbers, but reward names {count} functions. Give each "
                 "function one weight, or leave reward_weights out."
             )
-        if not self.data.startswith("hf:") and (self.subset is not None or self.split != "train"):
+        if data_source(self.data) is None and (self.subset is not None or self.split != "train"):
             raise ValueError(
                 f"data is {self.data}, a file, but subset is {self.subset} and split is {self.split}, which only a Hugging "
                 "Face data set (hf:NAME) has. Remove both."

@@ -33,14 +33,14 @@ from typing import Any
 
 import orjson
 
+from roundhouse import plugins
+from roundhouse.config.environments import data_source
 from roundhouse.environments.base import BadReward, Environment, Split, TaskRow, Verdict
 from roundhouse.environments.generated import position
 from roundhouse.environments.task_ids import own_id, unused_id
 from roundhouse.errors import ConfigError
 from roundhouse.imports import load_function
 
-HUB = "hf:"
-"""Before the name of a Hugging Face data set."""
 PARAMETERS = "responses_create_params"
 RESERVED = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass to a function."""
@@ -237,7 +237,11 @@ def _dealt_rows(
     Args:
         stamp: changes with the file.
     """
-    rows = _json_rows(_hub_rows(data, subset, split) if data.startswith(HUB) else _file_rows(data), data)
+    if (source := data_source(data)) is None:
+        found = _file_rows(data)
+    else:
+        found = plugins.factory("data_source", source)(data.partition(":")[2], subset, split)
+    rows = _json_rows(found, data)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if prompt not in columns:
         raise ConfigError(
@@ -262,8 +266,13 @@ def _file_rows(data: str) -> list[Any]:
     return rows
 
 
-def _hub_rows(data: str, subset: str | None, split: str) -> list[Any]:
-    """Return the rows of a Hugging Face data set."""
+def hub_rows(name: str, subset: str | None, split: str) -> list[Any]:
+    """Return the rows of a Hugging Face data set, `data: hf:NAME`.
+
+    Raises:
+        ConfigError: the package datasets is missing, or the data set cannot be loaded.
+    """
+    data = f"hf:{name}"
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -272,7 +281,7 @@ def _hub_rows(data: str, subset: str | None, split: str) -> list[Any]:
             "pip install 'roundhouse[datasets]'. Files that end in .jsonl, .csv or .parquet need nothing."
         ) from error
     try:
-        return list(load_dataset(data.removeprefix(HUB), subset, split=split))
+        return list(load_dataset(name, subset, split=split))
     except Exception as error:  # of many types, by the library, its builders and its HTTP client
         raise ConfigError(
             f"environment.data is {data!r} (subset {subset}, split {split}), which cannot be loaded: "

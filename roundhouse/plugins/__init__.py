@@ -55,6 +55,7 @@ Role = Literal[
     "endpoint",
     "environment",
     "sandbox",
+    "data_source",
     "algorithm",
     "loss",
     "curriculum",

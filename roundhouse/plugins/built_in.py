@@ -88,6 +88,7 @@ BUILT_IN: Mapping[str, Plugin] = {
     "sandbox.custom": Plugin(
         "roundhouse.environments.sandboxes:load_custom", "roundhouse.config.sandboxes:CustomSandbox"
     ),
+    "data_source.hf": Plugin("roundhouse.environments.dataset:hub_rows"),
     "algorithm.grpo": _algorithm("GRPO", "built_in:GroupRelative"),
     "algorithm.dr_grpo": _algorithm("DrGRPO", "built_in:GroupRelative"),
     "algorithm.rloo": _algorithm("RLOO", "built_in:GroupRelative"),

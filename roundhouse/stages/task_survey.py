@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from roundhouse.code_digest import SHOWN, digest_of_files, digest_of_target
+from roundhouse.config.environments import data_source
 from roundhouse.config.loading import flatten
 from roundhouse.config.models import EnvironmentConfig, RolloutConfig, RunConfig
 from roundhouse.config.operations import with_set
@@ -172,7 +173,7 @@ def has_local_rows(config: EnvironmentConfig) -> bool:
     places = [
         str(value) for key, value in flatten(config.model_dump(mode="json")).items() if key.rpartition(".")[2] in keys
     ]
-    return not any("://" in place or place.startswith("hf:") for place in places)
+    return not any("://" in place or data_source(place) is not None for place in places)
 
 
 def _has_system_prompt(rollout: RolloutConfig) -> bool:

@@ -25,6 +25,7 @@ from roundhouse.generation.serve_app import make_engine
 from roundhouse.infra.services import needed_services
 from roundhouse.rollout.clients import open_environment, verdict_on
 from roundhouse.stages.report import sink_class
+from roundhouse.stages.task_survey import has_local_rows
 from roundhouse.stages.train import open_service
 from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.loss import loss_function
@@ -223,6 +224,26 @@ def test_a_package_adds_a_loss_with_its_traits(site: Path) -> None:
         with pytest.raises(ConfigError) as error:
             parse_config({"run_id": "r", "train": train})
         assert text in str(error.value)
+
+
+def test_a_package_adds_a_source_of_rows(site: Path) -> None:
+    source = """
+    from roundhouse.plugins import Plugin
+    def rows(name, subset, split):
+        return [{"prompt": f"{name} {subset} {split} {number}"} for number in range(3)]
+    def right(completion):
+        return 1.0
+    ROWS = Plugin(rows)
+    """
+    install(site, "rh-rows", {"data_source.shelf": "rh_rows:ROWS"}, {"rh_rows": source})
+    kind = {"kind": "dataset", "reward": "rh_rows:right", "heldout": 0, "data": "shelf:a/b", "subset": "s"}
+    environment = parse_config({"run_id": "r", "environment": kind}).environment
+    assert sorted(row["prompt"] for row in load_any(environment).tasks("train")) == [
+        f"a/b s train {n}" for n in range(3)
+    ]
+    assert not has_local_rows(environment)
+    with pytest.raises(ConfigError, match=r"data is shelf://a/b, a file"):
+        parse_config({"run_id": "r", "environment": kind | {"data": "shelf://a/b"}})
 
 
 def test_a_package_adds_an_engine_with_its_traits(site: Path) -> None:
