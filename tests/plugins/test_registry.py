@@ -246,6 +246,39 @@ def test_a_package_adds_a_source_of_rows(site: Path) -> None:
         parse_config({"run_id": "r", "environment": kind | {"data": "shelf://a/b"}})
 
 
+def test_a_package_adds_an_agent_that_plays_whole_rollouts(site: Path) -> None:
+    source = """
+    from typing import ClassVar, Literal
+    from roundhouse.config.environments import EnvironmentSection
+    from roundhouse.plugins import Plugin
+
+    class PlayedSection(EnvironmentSection):
+        kind: Literal["played"]
+        has_own_loop: ClassVar[bool] = True
+        moves: int = 2
+
+        def elsewhere(self):
+            return "environment.kind is played, whose agent plays it alone."
+
+    class Played:
+        name, restoration = "played", "none"
+
+        def __init__(self, section):
+            self.agent = self
+            self.moves = section.moves
+
+        async def play(self, attempt, environment):
+            attempt.rollout.reward = 1.0
+
+    PLAYED = Plugin(Played, PlayedSection)
+    """
+    install(site, "rh-played", {"environment.played": "rh_played:PLAYED"}, {"rh_played": source})
+    client: Any = open_environment(parse_config({"run_id": "r", "environment": {"kind": "played"}}).environment)
+    assert (client.agent.moves, client.name) == (2, "played")
+    with pytest.raises(ConfigError, match="whose own program plays a rollout"):
+        parse_config({"run_id": "r", "environment": {"kind": "played"}, "rollout": {"branching": {"samples": 2}}})
+
+
 def test_a_package_adds_an_engine_with_its_traits(site: Path) -> None:
     source = """
     from roundhouse.config.engines import EngineTraits
