@@ -8,6 +8,9 @@ with aiohttp in `read_reply`:
     async with client_session(…) as http, http.post(url, data=data) as reply:
         data = await read_reply(reply)
 
+Invariant: no client keeps a cookie: one that cannot be sent back would fail every later request. Code that needs the cookies
+of a session sends them itself.
+
 Invariant: no request to this machine goes through a proxy, and no internal request does (engine, replicas, trainer,
 environment servers): a proxy would read its token. A request to a foreign server, such as `generation.endpoint.url`, follows
 HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Callable, Mapping
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -52,7 +56,9 @@ def client_session(headers: Mapping[str, str] | None = None, **options: Any) -> 
     """Return a session for `read_reply`; options as of `aiohttp.ClientSession`."""
     import aiohttp
 
-    return aiohttp.ClientSession(headers=IDENTITY | dict(headers or {}), auto_decompress=False, **options)
+    return aiohttp.ClientSession(
+        headers=IDENTITY | dict(headers or {}), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), **options
+    )
 
 
 def _options(url: str, foreign: bool, options: Mapping[str, Any], limit: Callable[[Any], Any]) -> dict[str, Any]:
@@ -62,6 +68,7 @@ def _options(url: str, foreign: bool, options: Mapping[str, Any], limit: Callabl
         "verify": options["verify"] if "verify" in options else _certificates(url),
         **options,
         "headers": IDENTITY | dict(options.get("headers") or {}),
+        "cookies": CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         "event_hooks": {"response": [limit]},
     }
 

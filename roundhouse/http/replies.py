@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 IDENTITY = {"Accept-Encoding": "identity"}
 
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of code that reads JSON, or the fields of an object, from a reply that holds something else."""
+
+
 class ReplyRefused(DataError):
     """A server's reply is larger than the limit, or compressed."""
 
@@ -81,9 +85,10 @@ def limit_hooks(httpx: ModuleType) -> tuple[Callable[[Any], None], Callable[[Any
 
     def limit(response: Any) -> None:
         response.stream = Limited(response)
+        response.encoding = "utf-8"  # Python does not decode text by each charset that a reply may name
 
     async def limit_async(response: Any) -> None:
-        response.stream = Limited(response)
+        limit(response)
 
     return limit, limit_async
 

@@ -123,6 +123,46 @@ async def test_a_body_that_comes_byte_by_byte_has_the_time_of_one_read(
             await asyncio.wait_for(ask(url, 0.5), 20)
 
 
+@pytest.mark.parametrize("ask", [policy, sync, async_client])
+async def test_no_client_sends_a_cookie_back_that_a_server_has_set(ask: Callable[[str], Awaitable[None]]) -> None:
+    """A cookie of bytes that no header may hold would fail every later request of the client."""
+    requests = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                requests.append(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(
+                    b"HTTP/1.1 307 Elsewhere\r\nSet-Cookie: a=\xff\r\nSet-Cookie: b=c\r\nContent-Length: 0\r\n\r\n"
+                )
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://localhost:{server.sockets[0].getsockname()[1]}"
+        if ask is policy:
+            async with HttpPolicyClient(url, GenerationConfig()) as client:
+                for _ in range(2):
+                    with contextlib.suppress(InfraError):
+                        await client.complete([{"role": "user", "content": "hi"}], [], Sampling(), 1)
+        elif ask is sync:
+            with http_client(url, timeout=5) as http:
+                await asyncio.to_thread(lambda: [http.get("/"), http.get("/")])
+        else:
+            async with async_http_client(httpx, url, timeout=5) as http:
+                await http.get("/")
+                await http.get("/")
+    assert [b"cookie" in request.lower() for request in requests[-2:]] == [False, False]
+
+
+@pytest.mark.parametrize("charset", ["idna", "base64", "utf-7", "nonsense"])
+async def test_the_text_of_a_reply_does_not_depend_on_the_charset_that_it_names(charset: str) -> None:
+    head = f"Connection: close\r\nContent-Type: text/html; charset={charset}\r\n\r\n".encode()
+    async with (
+        answering(head + "ü\udcff".encode(errors="surrogateescape")) as url,
+        async_http_client(httpx, url) as client,
+    ):
+        assert (await client.get(url)).text == "ü\ufffd"
+
+
 UNLIMITED = re.compile(
     r"aiohttp\.ClientSession\(|httpx2?\.(Client|AsyncClient|get|post|put|request|stream)\(|urlopen\(|"
     r"await reply\.(read|json|text)\("

@@ -121,7 +121,7 @@ class Connection:
             if self._http is None:
                 allow_open_files()
                 connector = PacedConnector(keepalive_timeout=KEEP_ALIVE_SECONDS, limit=self._limit)
-                self._http = client_session(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+                self._http = client_session(connector=connector)
             request = self._http.request(method, target, data=data, headers=sent, allow_redirects=False, timeout=limit)
             async with request as reply:
                 text = (await read_reply(reply)).decode("utf-8", "replace")

@@ -157,7 +157,6 @@ class EngineClient:
                 connector=aiohttp.TCPConnector(
                     limit=0, limit_per_host=self._limit, keepalive_timeout=KEEP_ALIVE_SECONDS
                 ),
-                cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_seconds),
             )
             self._checks = [asyncio.create_task(self._check(engine)) for engine in self.choice.engines]
