@@ -161,9 +161,10 @@ def status(
     else:
         shown = ("process_name", "server_type", "name", "url", "pid", "up", "status")
         for one in servers:
-            one["up"] = f"{one.get('uptime_seconds') or 0:.0f} s"
+            seconds = one.get("uptime_seconds")
+            one["up"] = f"{seconds:.0f} s" if isinstance(seconds, int | float) else ""
         columns = ("server", "type", "implementation", "url", "pid", "up", "status")
-        print_table(columns, ([one[name] for name in shown] for one in servers))
+        print_table(columns, ([one.get(name) for name in shown] for one in servers))
     if any(one["status"] != "success" for one in servers):
         raise typer.Exit(1)
 

@@ -21,6 +21,8 @@ MAX_DEPTH = 100
 MAX_NODES = 100_000
 """Limit of keys, values and collections, including repetitions by aliases: eight levels of nine aliases would be 43
 million."""
+MAX_DIGITS = 4300
+"""Longest whole number, as Python reads it from text."""
 Variable = Callable[[str, str | None], str]
 """Function that returns the text of a variable, from its name and the text after `:-`, if any."""
 _VARIABLE = re.compile(r"\$\{\w+(?::-(?:(?:\{[^{}]*\}|[^{}\n])*(?=\})|[^}]*))?\}")
@@ -108,6 +110,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > MAX_DIGITS:  # PyYAML's time for base 60 (59:59:59) grows with the square of the length
+        raise ValueError(f"a number of {len(node.value)} digits")
+    return int(loader.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 def load_yaml(text: str, variable: Variable | None = None) -> Any:
     """Parse a YAML text; `variable` resolves `${NAME}` and `${NAME:-default}` in its scalars.
 
@@ -121,8 +132,8 @@ def load_yaml(text: str, variable: Variable | None = None) -> Any:
     loader = _Loader(text, variable)
     try:
         return loader.get_single_data()
-    except ValueError as error:
-        raise yaml.YAMLError(f"a value cannot be read: {error}") from error
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # PyYAML's own, of odd tags
+        raise yaml.YAMLError(f"a value cannot be read: {error!r}") from error
     finally:
         loader.dispose()
 

@@ -37,13 +37,14 @@ from roundhouse.generation.protocol import (
     session_header,
 )
 from roundhouse.http.clients import client_session
-from roundhouse.http.replies import read_reply
+from roundhouse.http.replies import MALFORMED, read_reply
 from roundhouse.retry import Backoff
-from roundhouse.trajectories.storable import call_problem, storable_json
+from roundhouse.trajectories.storable import call_problem, shown, storable_json
 
 PATH = "/v1/chat/completions"
 REFUSED_ATTEMPTS, REFUSED_PAUSES = 4, Backoff(0.1, factor=3)
 """Attempts and pauses for a call that replicas refuse."""
+FINISHES = ("stop", "length", "tool_calls")
 PASSING = frozenset({404, 408, 429, 502, 503, 504})
 """Statuses of a proxy that knows no replica (404 while Serve starts), is full or waits for one: they pass by themselves."""
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -205,8 +206,10 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
         message = choice["message"]
         prompt, generation, log_probs = (message.pop(key) for key in TOKEN_FIELDS)
         version, spans = reply["policy_version"], reply.get("version_spans")
-        if problem := call_problem(prompt, generation, log_probs, version, spans) or _message_problem(message):
+        if problem := call_problem(prompt, generation, log_probs, version, spans) or completed_problem(message):
             raise ValueError(problem)
+        if choice["finish_reason"] not in FINISHES:
+            raise ValueError(f"finish_reason is {shown(choice['finish_reason'])}, not one of {', '.join(FINISHES)}")
         return Completion(
             message=message,
             finish_reason=choice["finish_reason"],
@@ -217,7 +220,7 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
             latency_seconds=latency,
             version_spans=spans,
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except MALFORMED as error:
         begins = data[:200].decode(errors="replace")
         raise BadReply(
             f"{url} answered 200 with something else than a chat completion with token IDs ({type(error).__name__}: {error}): "
@@ -225,7 +228,8 @@ def read_completion(data: bytes, latency: float, url: str) -> Completion:
         ) from error
 
 
-def _message_problem(message: dict[str, Any]) -> str:
+def completed_problem(message: dict[str, Any]) -> str:
+    """Return the fault of a completion's message; empty if a conversation can hold it."""
     if problem := message_problem(message, strict=True):
         return problem
     for call in message.get("tool_calls") or ():

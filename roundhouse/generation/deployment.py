@@ -40,6 +40,8 @@ from roundhouse.generation.silence import (
     started_replicas,
 )
 from roundhouse.http.clients import async_http_client, http_client
+from roundhouse.http.replies import MALFORMED
+from roundhouse.trajectories.storable import shown
 from roundhouse.weight_sync.base import load_transport
 from roundhouse.weight_sync.replica_state import (
     RefitOptions,
@@ -138,9 +140,13 @@ def replicas_of(ask: Callable[[], httpx.Response]) -> list[ReplicaReport]:
     """Return the replicas in an answer; empty if it reports none."""
     try:
         reply = ask()
-        return [ReplicaReport.parse(status) for status in reply.json()["replicas"]] if reply.status_code == 200 else []
-    except (httpx.HTTPError, ValueError, KeyError):
+        return _reports(reply) if reply.status_code == 200 else []
+    except (httpx.HTTPError, *MALFORMED):
         return []
+
+
+def _reports(reply: httpx.Response) -> list[ReplicaReport]:
+    return [ReplicaReport.parse(status) for status in reply.json()["replicas"]]
 
 
 def counted_tokens(replicas: Iterable[ReplicaReport]) -> dict[str, int]:
@@ -204,7 +210,7 @@ class _Serve:
         self._dashboard.close()
         self._http.close()
 
-    def _call(self, method: str, body: Any = None, seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+    def _call(self, method: str, body: Any = None, seconds: float = CALL_TIMEOUT_SECONDS) -> httpx.Response:
         limits = httpx.Timeout(CALL_TIMEOUT_SECONDS, read=seconds)
         try:
             reply = self._dashboard.request(method, "/api/serve/applications/", json=body, timeout=limits)
@@ -218,13 +224,25 @@ class _Serve:
             )
         if reply.status_code >= 400:
             raise DeploymentFailed(f"Serve refuses the deployment ({reply.status_code}): {reply.text[-2000:]}")
-        return reply.json() if method == "GET" else None
+        return reply
+
+    def _reported(self) -> dict[str, dict[str, Any]]:
+        """Return Serve's report on the cluster's applications, by name."""
+        reply = self._call("GET")
+        try:
+            return dict(reply.json()["applications"])
+        except MALFORMED as error:
+            raise DeploymentFailed(
+                f"Ray's dashboard at {self._serve.dashboard_url} answered {reply.status_code} without Serve's applications "
+                f"({type(error).__name__}: {shown(error)}). Does Ray's dashboard answer there?"
+            ) from error
 
     def applications(self) -> dict[str, dict[str, Any]]:
         """The cluster's applications by name, each as it was last wanted."""
-        applications = self._call("GET")["applications"]
         return {
-            name: each["deployed_app_config"] for name, each in applications.items() if each.get("deployed_app_config")
+            name: each["deployed_app_config"]
+            for name, each in self._reported().items()
+            if each.get("deployed_app_config")
         }
 
     def put_applications(self, applications: Mapping[str, dict[str, Any]], seconds: float) -> None:
@@ -308,7 +326,7 @@ class _Serve:
         others = {name: each for name, each in self.applications().items() if name != application["name"]}
         limit = max(CALL_TIMEOUT_SECONDS, deadline - time.monotonic())
         self.put_applications(others, limit)
-        while application["name"] in self._call("GET")["applications"] and time.monotonic() < deadline:
+        while application["name"] in self._reported() and time.monotonic() < deadline:
             time.sleep(SERVE_STATUS_SECONDS)
         self.put_applications(others | {application["name"]: application}, limit)
 
@@ -318,7 +336,7 @@ class _Serve:
         Raises:
             DeploymentFailed: Serve reports that it cannot be deployed.
         """
-        application = self._call("GET")["applications"].get(serve_app.APPLICATION)
+        application = self._reported().get(serve_app.APPLICATION)
         if application is None:
             return {"deployments": {}}
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -548,4 +566,10 @@ class ProcessEngine(EngineService):
             raise DeploymentFailed(f"The engine at {self.url} refuses the token. Set {TOKEN_VARIABLE} as it has it.")
         if reply.status_code >= 400:
             raise DeploymentFailed(f"The engine at {self.url} refuses ({reply.status_code}): {reply.text[-2000:]}")
-        return [ReplicaReport.parse(status) for status in reply.json()["replicas"]]
+        try:
+            return _reports(reply)
+        except MALFORMED as error:
+            raise DeploymentFailed(
+                f"{self.url}/rh/desired answered {reply.status_code} with something else than reports of replicas "
+                f"({type(error).__name__}: {shown(error)}). Is it an engine of Roundhouse (generation.engine_url)?"
+            ) from error

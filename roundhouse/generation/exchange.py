@@ -22,6 +22,8 @@ from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.client import PATH, error_of, read_completion, request_body
 from roundhouse.generation.protocol import Completion, ContextOverflow, EngineTimeout, EngineUnreachable
 from roundhouse.http.clients import http_client
+from roundhouse.http.replies import MALFORMED
+from roundhouse.trajectories.storable import call_problem, shown
 
 TOKENS = 4
 """Generated for the exchange."""
@@ -77,6 +79,12 @@ def problem_of(
                 "Start the engine, or correct generation.engine_url; unset, a run starts its own.",
                 passing=True,
             )
+        except MALFORMED as error:
+            return Problem(
+                f"{url}: a reply of another shape ({type(error).__name__}: {shown(error)})",
+                "another server answers there",
+                "Correct generation.engine_url: an engine of Roundhouse serves the model as policy.",
+            )
 
 
 def _exchange(
@@ -89,7 +97,7 @@ def _exchange(
     reply = client.get("/v1/models")
     try:
         served = [each["id"] for each in reply.json()["data"]] if reply.status_code == 200 else []
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         served = []
     if MODEL not in served:
         summary = f"HTTP {reply.status_code}" if reply.status_code != 200 else f"models {served}"
@@ -167,7 +175,12 @@ def _drift(what: str) -> Problem:
 def _tokenized(client: httpx.Client, body: dict[str, Any]) -> list[int] | None:
     """Return the prompt's tokens; None if the engine lacks the route, which rollouts do not need."""
     reply = client.post("/tokenize", json=body)
-    return reply.json()["tokens"] if reply.status_code == 200 else None
+    if reply.status_code != 200:
+        return None
+    tokens: list[int] = reply.json()["tokens"]
+    if problem := call_problem(tokens, [], [], 0):
+        raise ValueError(problem)
+    return tokens
 
 
 def _calls_read(client: httpx.Client, url: str, config: GenerationConfig, tool: dict[str, Any]) -> Problem | None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -43,7 +44,9 @@ from roundhouse.generation.protocol import (
 from roundhouse.generation.transformers_engine import OpenAIRoutes
 from roundhouse.generation.vllm_engine import WORKER_EXTENSION
 from roundhouse.http.clients import async_http_client, proxy_note
+from roundhouse.http.replies import MALFORMED
 from roundhouse.trajectories.records import SEEDS
+from roundhouse.trajectories.storable import call_problem, shown, storable_text
 
 TOKENS = "return_token_ids"
 
@@ -58,12 +61,41 @@ def read_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Return token IDs and log-probabilities of a completion's choice.
 
     Raises:
-        BadReply: they are missing, or differ in number.
+        BadReply: they are missing, differ in number, or are not numbers of these kinds.
+        AttributeError: the choice has another shape.
     """
     ids, log_probs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return checked_tokens(ids, log_probs)
+
+
+def checked_tokens(ids: Any, log_probs: Any) -> tuple[list[int], list[float]]:
+    """Return token IDs and log-probabilities as they are.
+
+    Raises:
+        BadReply: there are none, they differ in number, or they are not numbers of these kinds.
+    """
+    if problem := call_problem([], ids, log_probs, 0):
+        raise BadReply(f"It returned tokens that cannot be recorded: {problem}.")
     if not ids or len(log_probs) != len(ids):
         raise BadReply(f"It returned {len(ids)} token IDs with {len(log_probs)} log-probabilities.")
+    if min(ids) < 0:
+        raise BadReply(f"It returned the token ID {min(ids)}.")
     return ids, log_probs
+
+
+@contextmanager
+def reading(url: str, path: str) -> Iterator[None]:
+    """Read a reply within the block.
+
+    Raises:
+        BadReply: the block finds another shape than it reads.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        raise BadReply(
+            f"{url}{path} answered 200 with another shape: {type(error).__name__}: {shown(error)}."
+        ) from error
 
 
 class OpenAIEngine:
@@ -109,13 +141,15 @@ class OpenAIEngine:
             EngineUnreachable: the server does not answer.
         """
         name, url = self._endpoint.model, self._endpoint.url
-        served = {each["id"]: each for each in (await self._call("GET", "/v1/models"))["data"]}
+        models = await self._call("GET", "/v1/models")
+        with reading(url, "/v1/models"):
+            served = {str(each["id"]): each.get("max_model_len") for each in models["data"]}
         if name not in served:
             raise ConfigError(
                 f"generation.endpoint.model is {name!r}, but {url} serves {', '.join(sorted(served)) or 'nothing'}."
             )
-        context = served[name].get("max_model_len")
-        if context is not None and context < self.max_model_len:
+        context = served[name]
+        if isinstance(context, int) and context < self.max_model_len:
             raise ConfigError(
                 f"generation.max_model_len is {self.max_model_len}, but {url} serves {name} with {context} tokens. Lower the "
                 "first, or start the server with more."
@@ -146,8 +180,8 @@ class OpenAIEngine:
             "logprobs": 0,
             TOKENS: True,
         }
-        choice = await self._complete(body)
-        return self._generated(*read_tokens(choice))
+        with reading(self._endpoint.url, "/v1/completions"):
+            return self._generated(*read_tokens(await self._complete(body)))
 
     def _generated(self, ids: list[int], log_probs: list[float]) -> Generated:
         if not math.isfinite(sum(log_probs)):
@@ -167,14 +201,16 @@ class OpenAIEngine:
             return
         load = {"method": "roundhouse_load", "args": [directory], "timeout": self._refit_seconds}
         try:
-            proved = (await self._call("POST", "/collective_rpc", load, seconds=self._refit_seconds))["results"]
+            reply = await self._call("POST", "/collective_rpc", load, seconds=self._refit_seconds)
+            with reading(self._endpoint.url, "/collective_rpc"):
+                proved = [int(layers) for layers in reply["results"]]
             await self._call("POST", "/reset_prefix_cache", seconds=self._refit_seconds)
-        except EngineUnreachable as error:
+        except (EngineUnreachable, BadReply) as error:
             raise EnginePoisoned(
                 f"The server did not load {directory}: {error} It needs VLLM_SERVER_DEV_MODE=1, --worker-extension-cls "
                 f"{WORKER_EXTENSION}, and to see the directory at the same path."
             ) from error
-        if not proved or any(int(layers) < 1 for layers in proved):
+        if not proved or min(proved) < 1:
             raise EnginePoisoned(f"Of the server's workers, not each has proved that it holds {directory}: {proved}.")
 
     def _keeps_weights(self, version: int) -> bool:
@@ -192,11 +228,13 @@ class OpenAIEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         ids = list(token_ids)
-        choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
-        log_probs = choice.get("prompt_logprobs") or []
-        if len(log_probs) != len(ids):
-            raise BadReply(f"It returned {len(log_probs)} log-probabilities of a prompt of {len(ids)} tokens.")
-        return [float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], log_probs[1:], strict=True)]
+        with reading(self._endpoint.url, "/v1/completions"):
+            choice = await self._complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+            log_probs = choice.get("prompt_logprobs") or []
+            if len(log_probs) != len(ids):
+                raise BadReply(f"It returned {len(log_probs)} log-probabilities of a prompt of {len(ids)} tokens.")
+            values = [at[str(token)]["logprob"] for token, at in zip(ids[1:], log_probs[1:], strict=True)]
+            return self._generated(*checked_tokens(ids[1:], values)).log_probs if values else []
 
     async def sleep(self) -> None:
         """It is refused at load: the server's memory is its own."""
@@ -215,10 +253,10 @@ class OpenAIEngine:
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         reply = await self._call("POST", "/v1/completions", {"model": self._endpoint.model} | body)
-        try:
+        with reading(self._endpoint.url, "/v1/completions"):
             choice: dict[str, Any] = reply["choices"][0]
-        except (KeyError, IndexError, TypeError) as error:
-            raise BadReply(f"It returned no choice: {str(reply)[:200]}") from error
+            if not isinstance(choice, dict):
+                raise TypeError(f"a choice is {shown(choice)}")
         return choice
 
     async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
@@ -236,7 +274,8 @@ class OpenAIEngine:
             raise EngineUnreachable(
                 f"{self._endpoint.url}{path} answered {reply.status_code}: {reply.text[:500]}{proxy_note(self._endpoint.url)}"
             ) from error
-        return reply.json() if reply.content else None
+        with reading(self._endpoint.url, path):
+            return reply.json() if reply.content else None
 
 
 logger = logging.getLogger(__name__)
@@ -308,7 +347,8 @@ class TextEngine(OpenAIEngine):
         choice = await self._complete(body)
         text, ended = choice.get("text"), choice.get("finish_reason") != "length"
         if not isinstance(text, str):
-            raise BadReply(f"It returned no text: {str(choice)[:200]}.")
+            raise BadReply(f"It returned no text: {shown(choice)}.")
+        text = storable_text(text)
         ids = self._codec.encode(text) + [self._codec.end_of_turn_id] * ended
         if not ids:
             raise BadReply("It returned an empty text that is not at its end.")

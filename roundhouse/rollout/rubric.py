@@ -45,7 +45,7 @@ from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.generation.client import JSON_HEADERS
 from roundhouse.generation.protocol import EngineRejected
 from roundhouse.http.clients import client_session
-from roundhouse.http.replies import read_reply
+from roundhouse.http.replies import MALFORMED, read_reply
 from roundhouse.imports import load_function
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.hosted import HostedFunctions
@@ -436,7 +436,7 @@ def read_answer(data: bytes, url: str) -> Answer:
         if not isinstance(text, str):
             raise TypeError(f"content is {text!r}")
         return Answer(text, _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens"))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except MALFORMED as error:
         begins = data[:200].decode(errors="replace")
         raise JudgeUnreadable(
             f"{url} answered 200 with no text ({type(error).__name__}: {error}): {begins!r}."

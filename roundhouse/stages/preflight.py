@@ -368,6 +368,7 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
 
     from roundhouse.generation import openai_engine
     from roundhouse.generation.protocol import BadReply, EngineUnreachable
+    from roundhouse.http.replies import MALFORMED
 
     engine: type[openai_engine.OpenAIEngine] = plugins.factory("endpoint", endpoint.kind)
     path, body = engine.trial(endpoint.model)
@@ -375,7 +376,7 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
         reply = http.post(endpoint.url + path, json=body)
     try:
         engine.read_trial(reply.json())
-    except (BadReply, EngineUnreachable, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (BadReply, EngineUnreachable, *MALFORMED) as error:
         raise ConfigError(
             f"generation.endpoint.url is {endpoint.url}, and its {path} answers {reply.status_code} without token IDs and "
             f"log-probabilities ({reply.text[:200]!r}), which generation.endpoint.kind {endpoint.kind} needs: its answers "

@@ -142,7 +142,16 @@ class ReplicaReport:
 
     @classmethod
     def parse(cls, status: dict[str, Any]) -> ReplicaReport:
+        """Return the report in a reply's object; a missing field is None.
+
+        Raises:
+            AttributeError, TypeError: it is not an object, or a name or a count has another type.
+        """
         present: dict[str, Any] = {key: status.get(key) for key in cls.__slots__}
+        for keys, kind in ((("replica_id", "token_counter"), str), (("policy_version", "generated_tokens"), int)):
+            for key in keys:
+                if not isinstance(present[key], kind | None):
+                    raise TypeError(f"{key} is a {type(present[key]).__name__}")
         return cls(**present)
 
 

@@ -32,7 +32,7 @@ from roundhouse.compat.nemo_gym.config.sources import SearchRoots
 from roundhouse.compat.nemo_gym.exchange.json_lines import read_split_rows
 from roundhouse.compat.nemo_gym.servers import pods
 from roundhouse.compat.nemo_gym.servers.commands import Command, Foreign, commands
-from roundhouse.compat.nemo_gym.servers.head import HEAD_SECONDS, ask_statuses
+from roundhouse.compat.nemo_gym.servers.head import HEAD_SECONDS, ask_statuses, read_instances
 from roundhouse.compat.nemo_gym.servers.start import LOOK_SECONDS, GymServers, StartOptions
 from roundhouse.config.environments import NemoGymEnvironment
 from roundhouse.config.gym_servers import HEAD_VARIABLE
@@ -204,10 +204,11 @@ def agents_of(config: NemoGymEnvironment) -> tuple[str, ...]:
         return _agents_in(config)
     try:
         with http_client(head, timeout=HEAD_SECONDS) as http:
-            answer = http.get(f"{head.rstrip('/')}/server_instances").raise_for_status()
+            answer = http.get(f"{head.rstrip('/')}/server_instances")
     except httpx.HTTPError as error:
         raise EnvironmentUnavailable(f"{HEAD_VARIABLE} is {head}, which does not answer: {error}") from error
-    return tuple(one["process_name"] for one in answer.json() if one["server_type"] == "responses_api_agents")
+    servers = read_instances(answer.status_code, answer.text, head)
+    return tuple(one["process_name"] for one in servers if one["server_type"] == "responses_api_agents")
 
 
 @functools.lru_cache(maxsize=8)

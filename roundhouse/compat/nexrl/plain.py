@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.compat.nexrl.modules import execute
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.clients import http_client
+from roundhouse.http.replies import MALFORMED
 from roundhouse.rollout.protocol import in_thread
 from roundhouse.user_code import waiting_here
 
@@ -163,7 +164,10 @@ class LLMServiceClient:
                 failure = repr(error)
                 continue
             if reply.is_success:
-                choice: dict[str, Any] = reply.json()["choices"][0]
+                try:
+                    choice: dict[str, Any] = dict(reply.json()["choices"][0])
+                except MALFORMED as error:
+                    raise InfraError(f"{url} answered without a choice: {reply.text[:200]}") from error
                 return choice
             failure = f"status {reply.status_code}: {reply.text[:200]}"
             if reply.status_code < 500 and reply.status_code not in (408, 429):

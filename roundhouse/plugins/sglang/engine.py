@@ -25,7 +25,7 @@ from typing import Any
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.chat import ChatCodec
-from roundhouse.generation.openai_engine import OpenAIEngine
+from roundhouse.generation.openai_engine import OpenAIEngine, checked_tokens, reading
 from roundhouse.generation.protocol import (
     ALL_TOKENS,
     NEUTRAL_SAMPLING,
@@ -40,6 +40,7 @@ from roundhouse.trajectories.records import SEEDS
 
 logger = logging.getLogger(__name__)
 
+GENERATE = "/generate"
 
 _NEUTRAL = {{"min_tokens": "min_new_tokens"}.get(name, name): value for name, value in NEUTRAL_SAMPLING.items()}
 
@@ -50,7 +51,7 @@ class SGLangEngine(OpenAIEngine):
     @classmethod
     def trial(cls, model: str) -> tuple[str, dict[str, Any]]:
         body = {"input_ids": [0, 1], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-        return "/generate", body
+        return GENERATE, body
 
     @classmethod
     def read_trial(cls, reply: Any) -> tuple[list[int], list[float]]:
@@ -86,28 +87,30 @@ class SGLangEngine(OpenAIEngine):
         }
         if draw.seed is not None:
             sampling["sampling_seed"] = draw.seed % SEEDS
-        meta = await self._meta({"input_ids": list(prompt_token_ids), "sampling_params": sampling})
-        return self._generated(*read_tokens(meta))
+        with reading(self._endpoint.url, GENERATE):
+            meta = await self._meta({"input_ids": list(prompt_token_ids), "sampling_params": sampling})
+            return self._generated(*read_tokens(meta))
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
     ) -> None:
         """See `OpenAIEngine.load_weights`; `running` is drain, and nothing is kept of the cache."""
         if self._keeps_weights(version):
-            self._label = (await self._call("GET", "/get_model_info")).get("weight_version")
+            self._label = (await self._info())[1]
             return
         label = f"roundhouse-{version}-{uuid.uuid4().hex[:12]}"
         load = {"model_path": directory, "weight_version": label, "flush_cache": True}
         try:
             reply = await self._call("POST", "/update_weights_from_disk", load, seconds=self._refit_seconds)
-            info = await self._call("GET", "/get_model_info")
-        except EngineUnreachable as error:
+            with reading(self._endpoint.url, "/update_weights_from_disk"):
+                success = reply["success"]
+            loaded = await self._info()
+        except (EngineUnreachable, BadReply) as error:
             raise EnginePoisoned(
                 f"The server did not load {directory}: {error} It needs to see the directory at the same path."
             ) from error
         self._label = label
-        loaded = info.get("model_path"), info.get("weight_version")
-        if not reply.get("success") or loaded != (directory, label):
+        if success is not True or loaded != (directory, label):
             raise EnginePoisoned(
                 f"{self._endpoint.url} should hold {directory} as {label}, but answers {reply} and {loaded}."
             )
@@ -115,20 +118,27 @@ class SGLangEngine(OpenAIEngine):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         ids = list(token_ids)
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        meta = await self._meta({"input_ids": ids, "sampling_params": sampling, "logprob_start_len": 0})
-        scored = (meta.get("input_token_logprobs") or [])[1:]  # the first has nothing before it
-        if [entry[1] for entry in scored] != ids[1:]:
-            raise BadReply(f"It returned {len(scored)} log-probabilities of a prompt of {len(ids)} tokens.")
-        return [float(entry[0]) for entry in scored]
+        with reading(self._endpoint.url, GENERATE):
+            meta = await self._meta({"input_ids": ids, "sampling_params": sampling, "logprob_start_len": 0})
+            scored = (meta.get("input_token_logprobs") or [])[1:]  # the first has nothing before it
+            if [entry[1] for entry in scored] != ids[1:]:
+                raise BadReply(f"It returned {len(scored)} log-probabilities of a prompt of {len(ids)} tokens.")
+            values = [entry[0] for entry in scored]
+            return self._generated(*checked_tokens(ids[1:], values)).log_probs if values else []
+
+    async def _info(self) -> tuple[Any, str | None]:
+        """Return the path and the label of the weights that the server holds."""
+        info = await self._call("GET", "/get_model_info")
+        with reading(self._endpoint.url, "/get_model_info"):
+            path, label = info.get("model_path"), info.get("weight_version")
+        return path, None if label is None else str(label)
 
     async def _meta(self, body: dict[str, Any]) -> dict[str, Any]:
         """`meta_info` of an answer by the weights that are held."""
-        reply = await self._call("POST", "/generate", body | {"return_logprob": True})
-        try:
+        reply = await self._call("POST", GENERATE, body | {"return_logprob": True})
+        with reading(self._endpoint.url, GENERATE):
             meta: dict[str, Any] = reply["meta_info"]
             label = meta.get("weight_version")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadReply(f"It returned no meta_info: {str(reply)[:200]}") from error
         if self._label is not None and label != self._label:
             raise WeightsLost(
                 f"{self._endpoint.url} answers by the weights {label!r}, and was given {self._label!r}: it was started again, "
@@ -141,12 +151,13 @@ def read_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Return token IDs and log-probabilities of an answer's `meta_info`.
 
     Raises:
-        BadReply: they are missing.
+        BadReply: they are missing, or not numbers of these kinds.
         EngineUnreachable: the server aborted the request.
+        AttributeError, LookupError, TypeError: the entries have another shape.
     """
     if (meta.get("finish_reason") or {}).get("type") == "abort":
         raise EngineUnreachable(f"The server aborted the request: {meta['finish_reason']}")
     entries = meta.get("output_token_logprobs") or []
     if not entries or any(entry[0] is None for entry in entries):
         raise BadReply(f"It returned {len(entries)} token IDs with log-probabilities.")
-    return [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
+    return checked_tokens([entry[1] for entry in entries], [entry[0] for entry in entries])

@@ -16,6 +16,7 @@ a variable of this process. The head server decides to which http(s) address rol
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,7 @@ from roundhouse.rollout.protocol import (
     UnknownAgent,
 )
 from roundhouse.strict_json import read_json
+from roundhouse.trajectories.storable import shown
 
 CONNECT_SECONDS = 60.0
 """Long, because a busy machine with thousands of waking rollouts notices an established connection late."""
@@ -160,6 +162,8 @@ def json_object(text: str, where: str, failure: Callable[[str], Exception]) -> d
 
 PATH = "global_config_dict_yaml"
 SECONDS = 30.0
+MOST_CONFIGURATION = 2**19
+"""Characters of a configuration. The largest take seconds to parse, off the event loop."""
 AGENTS, RESOURCES, ENVIRONMENTS = "responses_api_agents", "resources_servers", "environment_servers"
 _ANY_HOST = ("0.0.0.0", "::")
 
@@ -317,8 +321,13 @@ async def _configuration(head: Connection, token: str | None) -> Any:
     if status != 200:
         raise EnvironmentUnavailable(f"{head.url}/{PATH} answered {status}: {text[:500]}")
     try:
-        return load_yaml(orjson.loads(text))
-    except (orjson.JSONDecodeError, yaml.YAMLError, AttributeError) as error:
+        configuration = orjson.loads(text)
+        if not isinstance(configuration, str):
+            raise ValueError(f"it is {shown(configuration)}")
+        if len(configuration) > MOST_CONFIGURATION:
+            raise ValueError(f"it has {len(configuration)} characters, and at most {MOST_CONFIGURATION} are read")
+        return await asyncio.to_thread(load_yaml, configuration)
+    except (ValueError, yaml.YAMLError) as error:
         raise EnvironmentUnavailable(f"{head.url}/{PATH} answered no JSON string of YAML: {error}") from error
 
 

@@ -23,7 +23,7 @@ import orjson
 from roundhouse.compat.nemo_gym.clients.connection import BUSY, Connection, Cookies
 from roundhouse.config.models import Sampling
 from roundhouse.errors import InfraError
-from roundhouse.generation.client import without_older_tokens
+from roundhouse.generation.client import completed_problem, without_older_tokens
 from roundhouse.generation.protocol import (
     TOKEN_FIELDS,
     BadReply,
@@ -34,9 +34,11 @@ from roundhouse.generation.protocol import (
     EngineTimeout,
     EngineUnreachable,
 )
+from roundhouse.http.replies import MALFORMED
 from roundhouse.retry import Backoff
 from roundhouse.rollout.protocol import EnvironmentTimeout, EnvironmentUnavailable, EnvironmentUnreachable
 from roundhouse.rollout.responses import Message, chat_messages, items_from_chat
+from roundhouse.trajectories.storable import call_problem
 
 Route = Literal["chat", "responses"]
 
@@ -120,7 +122,7 @@ class RolloutPolicy:
         try:
             read = read_chat if self._route == "chat" else read_responses
             return read(orjson.loads(text), latency)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except MALFORMED as error:
             raise BadReply(
                 f"{where} answered 200 with something else than a reply ({error!r}): {text[:500]}"
             ) from error
@@ -187,6 +189,7 @@ def read_chat(reply: dict[str, Any], latency: float) -> Completion:
     """Read a chat completion.
 
     Raises:
+        ValueError, LookupError, TypeError, AttributeError: it has another shape.
         ContextOverflow: by the server's answer, the prompt leaves no room.
     """
     choice = reply["choices"][0]
@@ -215,6 +218,9 @@ def _completion(told: Message, finish: str, reply: dict[str, Any], latency: floa
     if calls:
         message["tool_calls"] = calls
     prompt, generation, log_probs = (told.get(name) or [] for name in TOKEN_FIELDS)
+    version, spans = reply.get("policy_version") or 0, told.get("version_spans")
+    if problem := completed_problem(message) or call_problem(prompt, generation, log_probs, version, spans):
+        raise ValueError(problem)
     if finish not in ("stop", "tool_calls"):
         finish = "length"  # also content_filter: something was cut away
     if finish == "length" and not (content or calls or generation or reply.get("usage")):
@@ -225,7 +231,7 @@ def _completion(told: Message, finish: str, reply: dict[str, Any], latency: floa
         prompt_token_ids=prompt,
         generation_token_ids=generation,
         generation_log_probs=log_probs,
-        policy_version=reply.get("policy_version") or 0,
+        policy_version=version,
         latency_seconds=latency,
-        version_spans=told.get("version_spans"),
+        version_spans=spans,
     )

@@ -106,6 +106,7 @@ def build_app(
 
 HEAD_SECONDS = 5.0
 SERVER_SECONDS = 2.0
+MOST_SERVERS = 1000
 
 
 def server_statuses(head_url: str) -> list[dict[str, Any]]:
@@ -125,14 +126,37 @@ async def ask_statuses(head_url: str) -> list[dict[str, Any]]:
         status, text = await head.get("server_instances")
     finally:
         await head.close()
+    servers = read_instances(status, text, head_url)
+    fresh = await check_all((one.get("url") or "" for one in servers), SERVER_SECONDS)
+    return [{**one, "status": told} for one, told in zip(servers, fresh, strict=True)]
+
+
+def read_instances(status: int, text: str, head_url: str) -> list[dict[str, Any]]:
+    """Return the entries of an answer of /server_instances. Each has a process and a type, and may have an address.
+
+    Raises:
+        InfraError: it is another answer, or has more than `MOST_SERVERS` entries.
+    """
     try:
         servers = orjson.loads(text) if status == 200 else None
     except orjson.JSONDecodeError:
         servers = None
-    if not isinstance(servers, list):
+    if not isinstance(servers, list) or not all(map(_is_instance, servers)):
         raise InfraError(f"{head_url}/server_instances answered {status}: {text[:200]}. Is it a head server?")
-    fresh = await check_all((str(one.get("url")) for one in servers), SERVER_SECONDS)
-    return [{**one, "status": told} for one, told in zip(servers, fresh, strict=True)]
+    if len(servers) > MOST_SERVERS:
+        raise InfraError(
+            f"{head_url}/server_instances lists {len(servers)} servers, and at most {MOST_SERVERS} are asked."
+        )
+    return servers
+
+
+def _is_instance(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("process_name"), str)
+        and isinstance(entry.get("server_type"), str)
+        and isinstance(entry.get("url"), str | None)
+    )
 
 
 PROBE_SECONDS = 5.0
