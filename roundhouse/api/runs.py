@@ -8,7 +8,7 @@ run.rollouts(iteration=3, split="train").filter(status="completed").to_pandas()
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from roundhouse.api.stores import named_store
@@ -177,12 +177,12 @@ class RunHandle:
             )
         return compare_runs(self.store, self.run_id, other if isinstance(other, str) else other.run_id, metrics)
 
-    def fork(self, run_id: str, at: int | None = None, **overrides: Any) -> RunHandle:
+    def fork(self, run_id: str, at: Any = None, **overrides: Any) -> RunHandle:
         """Create a run that continues from an iteration of this one. `train` trains it.
 
         Args:
             run_id: of the new run.
-            at: iteration to continue from; the newest without it.
+            at: number of the iteration to continue from; the newest without it.
             overrides: keys that differ, such as `iterations=40` or `**{"train.optimizer.learning_rate": 1e-4}`.
 
         Raises:
@@ -343,23 +343,25 @@ def query(
     return answer.to_pandas(maps_as_pydicts="lossy")
 
 
+# Any: a type checker gives the values of **{"a.b": 0.5} to each parameter that is left, too.
 def replay(
     run: RunHandle | str,
     iterations: int | Sequence[int],
-    stages: Sequence[str] = ("validate", "train"),
+    stages: Any = ("validate", "train"),
     *,
-    inputs: Mapping[str, str] | None = None,
-    name: str | None = None,
-    store: str | os.PathLike[str] | None = None,
+    inputs: Any = None,
+    name: Any = None,
+    store: Any = None,
     **overrides: Any,
 ) -> Comparison:
     """Run recorded stages of a run again, with changes or without, and compare them with the original.
 
     Args:
         iterations: one, or consecutive ones such as `range(10, 21)`.
-        stages: of collect, validate, train and evaluate. Those that sample need the run's engine.
-        inputs: substituted inputs (docs/replay.md).
-        name: of the replay; without it a name that follows from the request.
+        stages: names of collect, validate, train and evaluate. Those that sample need the run's engine.
+        inputs: mapping of substituted inputs (docs/replay.md).
+        name: name of the replay; without it one that follows from the request.
+        store: directory or URI of the store, if `run` is a name.
         overrides: keys of the configuration that differ.
 
     Raises:
@@ -382,15 +384,16 @@ def rescore(
     run: RunHandle | str,
     name: str,
     *,
-    iterations: range | None = None,
-    store: str | os.PathLike[str] | None = None,
+    iterations: Any = None,
+    store: Any = None,
     **overrides: Any,
 ) -> VerdictDiff:
     """Judge stored rollouts with the environment as it is now, or as the overrides change it, without generating anything.
 
     Args:
         name: dataset that gets the verdicts.
-        iterations: only these; all that collected without it.
+        iterations: range of the iterations; all that collected without it.
+        store: directory or URI of the store, if `run` is a name.
         overrides: keys of the environment, such as `**{"environment.tolerance": 0.1}`.
 
     Raises:

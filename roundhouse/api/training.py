@@ -39,14 +39,14 @@ ERRORS = {code: kind for kind, code in EXIT_CODES.items()} | {NOT_PERMITTED: Bud
 
 def train(
     config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | RunHandle,
-    iterations: int | None = None,
+    iterations: Any = None,  # not int: a type checker gives the values of **{"a.b": 0.5} to each parameter that is left
     **overrides: Any,
 ) -> RunHandle:
     """Train a run to its end, or continue it, and show its progress.
 
     Args:
         config: a configuration file, the same as a mapping, a `RunConfig`, or a run of the store to continue.
-        iterations: of the whole run; those of the configuration without it.
+        iterations: number of the whole run; those of the configuration without it.
         overrides: other keys, such as `run_id="mine"` or `**{"train.optimizer.learning_rate": 1e-4}`.
 
     Returns:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 import roundhouse as rh
 
 SOURCE = Path(rh.__file__)
+ROOT = Path(__file__).parents[2]
 
 
 def test_importing_the_package_imports_nothing_but_the_standard_library() -> None:
@@ -51,3 +54,11 @@ def test_no_name_is_that_of_a_subpackage_which_would_replace_it() -> None:
 def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'trian'.*It has: .*train"):
         rh.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_statements_of_the_page_are_those_that_the_type_checker_reads() -> None:
+    page = (ROOT / "docs/python-api.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    _, _, statements = (ROOT / "tests/api/python_page.py").read_text().partition("\n\n")
+    assert statements == "\n".join(blocks)
+    assert "tests/api/python_page.py" in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
