@@ -9,6 +9,7 @@ import pytest
 
 from roundhouse.compat.nexrl import ActivityTracker, NexRLRole, TrajectoryPool, WeightSyncController
 from roundhouse.compat.nexrl.controller import MODULE_REGISTRY, NexRLController, module_class
+from roundhouse.compat.nexrl.mock_service import MockTrainServiceClient
 from roundhouse.compat.nexrl.trainer_loop import find_latest_checkpoint
 from roundhouse.compat.nexrl.trainers import BaseTrainer, RemoteApiGrpoTrainer, SelfHostedGrpoTrainer
 from roundhouse.errors import ConfigError, DataError
@@ -102,6 +103,24 @@ def test_a_thread_trains_on_a_pools_batches_and_another_continues(section: dict[
     until(lambda: later.get_train_step() == 3, seconds=60)
     later.stop()
     assert sorted(each.name for each in folder.iterdir()) == ["global_step_1", "global_step_3"]
+
+
+def test_the_mock_service_trains_nothing_and_keeps_its_place(section: dict[str, Any], tmp_path: Path) -> None:
+    mocked = {key: value for key, value in section.items() if key != "train_service"}
+    mocked |= {"train_service": {"backend": "mock", "model_tag": "default"}}
+    for step in (1, 2):
+        trainer, pool = SelfHostedGrpoTrainer(mocked), TrajectoryPool({"batch_size": 16})
+        trainer.set_module_references(pool)
+        for each in trajectories():
+            pool.put_trajectory(each)
+        trainer.run()
+        until(
+            lambda trainer=trainer, step=step: (tmp_path / "checkpoints" / f"global_step_{step}" / "trainer").exists()
+        )
+        trainer.stop()
+        assert trainer.get_train_step() == step
+        assert isinstance(trainer.trainer.learner.service, MockTrainServiceClient)
+        assert trainer.trainer.learner.service.steps >= step
 
 
 def test_a_trainer_with_train_of_its_own_needs_no_model() -> None:

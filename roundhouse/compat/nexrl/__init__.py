@@ -67,6 +67,7 @@ MODULES = frozenset(
 )  # fmt: skip
 """NexRL's module names that recipes can import; this package provides their contents."""
 _LATER = {
+    "MockTrainServiceClient": "roundhouse.compat.nexrl.mock_service",
     **dict.fromkeys(
         ("NexRLController", "MODULE_REGISTRY", "set_logging_basic_config"), "roundhouse.compat.nexrl.controller"
     ),

@@ -50,6 +50,7 @@ class TrainerLoop(NexRLModule):
             ConfigError: lists the keys without a counterpart, or no model is named.
         """
         tree = _whole(config)
+        self._is_mocked = _without_mock(tree)
         resolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
         section = resolved["trainer"]
         self.run_config: RunConfig = parse_config({"experiment_name": "loop", **tree}, "the trainer's configuration")
@@ -80,6 +81,10 @@ class TrainerLoop(NexRLModule):
 
         config = self.run_config
         start = getattr(config.policy, "path", None)
+        if self._is_mocked and service is None:
+            from roundhouse.compat.nexrl.mock_service import MockTrainServiceClient
+
+            service, start = MockTrainServiceClient(), "mock"
         if start is None:
             raise ConfigError("The trainer has no model: name it in service.train_service.actor.model.path.")
         checkpoint = self._resumed()
@@ -221,6 +226,15 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
     if "train_service" in tree:
         beside["service"] = {**beside.get("service", {}), "train_service": tree["train_service"]}
     return {**beside, "trainer": {key: value for key, value in tree.items() if key not in (*beside, "train_service")}}
+
+
+def _without_mock(tree: dict[str, Any]) -> bool:
+    """Return whether the train service is `mock`, and take this out: a run has no such service."""
+    service = (tree.get("service") or {}).get("train_service") or {}
+    if service.get("backend") != "mock":
+        return False
+    tree["service"] = {**tree["service"], "train_service": {k: v for k, v in service.items() if k != "backend"}}
+    return True
 
 
 def _empty(directory: Path) -> Path:

@@ -288,6 +288,7 @@ def test_nexrls_torch_loader_reads_all_files_of_its_section(tmp_path: Path) -> N
         ("nexrl.error_reporter", "ErrorSeverity"),
         ("nexrl.error_reporter", "ErrorInfo"),
         ("nexrl.train_service_client", "TrainServiceClient"),
+        ("nexrl.mock", "MockTrainServiceClient"),
         ("nexrl.controller", "MODULE_REGISTRY"),
         ("nexrl.utils.logging_utils", "set_logging_basic_config"),
         ("nexrl.trainer", "SelfHostedTrainer"),
