@@ -358,7 +358,7 @@ def read_request(body: Any, model: str) -> ChatRequest:
         raise BadRequest("chat_template_kwargs must be an object.", "chat_template_kwargs")
     effort = body.get("reasoning_effort")
     return ChatRequest(
-        messages=messages,
+        messages=[_without_stream_index(message) for message in messages],
         tools=_tools(body),
         draw=_draw(body),
         model=model,
@@ -368,6 +368,16 @@ def read_request(body: Any, model: str) -> ChatRequest:
         logprobs=_flag(body, "logprobs") and not _flag(body, "return_tokens_as_token_ids"),
         required_prefix=_required_prefix(body),
     )
+
+
+def _without_stream_index(message: Any) -> Any:
+    """Remove the positions in the stream from a message's calls. Clients that join the parts of a streamed reply send them
+    back, and a history with them would not be the recorded one."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any("index" in call for call in calls):
+        return message
+    bare = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    return {**message, "tool_calls": bare}
 
 
 def _draw(body: dict[str, Any]) -> Draw:

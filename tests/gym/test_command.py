@@ -111,6 +111,34 @@ async def test_an_unmodified_openai_script_is_trained_on_turn_by_turn(tmp_path: 
     assert len({rollout.seed for rollout in rollouts}) == 3
 
 
+STREAMED = """
+    import json, os
+    from openai import OpenAI
+    messages = [{"role": "user", "content": "3*4?"}]
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
+    while True:
+        with OpenAI().chat.completions.stream(model="gpt-4o", messages=messages, tools=tools) as stream:
+            for event in stream:
+                if event.type == "chunk":
+                    message = event.snapshot.choices[0].message  # its calls have their position in the stream
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            break
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "12"} for call in message.tool_calls]
+    assert "index" in messages[1]["tool_calls"][0]
+    json.dump({"reward": 1.0}, open(os.environ["ROUNDHOUSE_RESULT"], "w"))
+"""
+
+
+@pytest.mark.real
+async def test_a_client_that_joins_a_streamed_tool_call_continues_its_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    [rollout] = await play(tmp_path, STREAMED, in_a_tool_call, verifier=None)
+    assert (rollout.status, [turn.parent for turn in rollout.turns]) == (Status.COMPLETED, [None, 0]), (
+        rollout.failure_detail
+    )
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(("package", "text"), [("openai", WITH_RESPONSES), ("anthropic", WITH_ANTHROPIC)])
 async def test_the_other_dialects_reach_the_policy_too(tmp_path: Path, package: str, text: str) -> None:
