@@ -146,9 +146,7 @@ class CommandClient(ClientWithRows):
         self.verifier = None if config.verifier is None else hosted_verifier(config.verifier)
         self.variables = {name: os.environ[name] for name in (*INHERITED, *config.variables) if name in os.environ}
         self.agent = CommandAgent(self)
-        self.plays: dict[str, Play] = {}
-        """Rollouts in flight, by their name in the base URL."""
-        self._opened: tuple[Path, Children, HttpThread] | None = None
+        self.host = ProgramHost("command")
 
     @classmethod
     def from_config(cls, config: CommandEnvironment) -> Self:
@@ -159,22 +157,6 @@ class CommandClient(ClientWithRows):
         """
         return cls(config, *read_split_rows(config))
 
-    def opened(self) -> tuple[Path, Children, HttpThread]:
-        """Directory, processes and model server of all rollouts; the first rollout makes them."""
-        if self._opened is None:
-            directory = Path(tempfile.mkdtemp(prefix="roundhouse-command-"))
-            config = ModelServerConfig(
-                base_url=["http://in.process/v1"],
-                model=MODEL,
-                return_token_id_information=False,
-                uses_reasoning_parser=False,
-            )
-            server = HttpThread(
-                KeyCheck(build_app(config, "command", Policies(self.plays)), self.plays), "127.0.0.1", 0
-            )
-            self._opened = directory, Children(directory / "logs", GRACE_SECONDS), server
-        return self._opened
-
     async def __aenter__(self) -> Self:
         if self.verifier is not None:
             await self.verifier.__aenter__()
@@ -183,6 +165,39 @@ class CommandClient(ClientWithRows):
     async def close(self) -> None:
         if self.verifier is not None:
             await self.verifier.close()
+        await self.host.close()
+
+
+class ProgramHost:
+    """Directory, processes and model server of programs that call the policy; the first rollout makes them."""
+
+    def __init__(self, name: str) -> None:
+        self.plays: dict[str, Play] = {}
+        """Rollouts in flight, by their name in the base URL."""
+        self._name = name
+        self._opened: tuple[Path, Children, HttpThread] | None = None
+
+    def opened(self) -> tuple[Path, Children, HttpThread]:
+        """Return directory, processes and model server."""
+        if self._opened is None:
+            directory = Path(tempfile.mkdtemp(prefix=f"roundhouse-{self._name}-"))
+            config = ModelServerConfig(
+                base_url=["http://in.process/v1"],
+                model=MODEL,
+                return_token_id_information=False,
+                uses_reasoning_parser=False,
+            )
+            app = build_app(config, self._name, Policies(self.plays))
+            server = HttpThread(KeyCheck(app, self.plays), "127.0.0.1", 0)
+            self._opened = directory, Children(directory / "logs", GRACE_SECONDS), server
+        return self._opened
+
+    def url(self, name: str) -> str:
+        """Return the base URL of a rollout."""
+        return f"http://127.0.0.1:{self.opened()[2].port}/{path_prefix(name, capture=False)}"
+
+    async def close(self) -> None:
+        """End all processes and delete the directory."""
         if self._opened is None:
             return
         directory, children, server = self._opened
@@ -292,14 +307,14 @@ class CommandAgent:
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
         rollout, client = attempt.rollout, self._client
-        root, children, server = client.opened()
+        root, children, _ = client.host.opened()
         name, play = rollout_name(rollout.group_id, rollout.sample), Play(attempt)
         directory, begun = root / name, time.perf_counter()
-        client.plays[name] = play
+        client.host.plays[name] = play
         try:
             directory.mkdir()
             (directory / "task.json").write_bytes(orjson.dumps(rollout.task))
-            url = f"http://127.0.0.1:{server.port}/{path_prefix(name, capture=False)}"
+            url = client.host.url(name)
             work = directory / "work"
             work.mkdir()
             variables = {
@@ -321,7 +336,7 @@ class CommandAgent:
             await self._judge(attempt, play, code, child, directory)
         finally:
             rollout.environment_seconds = max(0.0, time.perf_counter() - begun - rollout.generation_seconds)
-            del client.plays[name]
+            del client.host.plays[name]
             await children.end(name)
             children.log(name).unlink(missing_ok=True)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

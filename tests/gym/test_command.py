@@ -325,7 +325,7 @@ def test_a_stored_command_is_not_run_unnamed(tmp_path: Path) -> None:
 async def test_nothing_is_left_of_a_closed_environment() -> None:
     section = CommandEnvironment(kind="command", command=(sys.executable, "-c", "pass"))
     environment = CommandClient(section)
-    directory, _, server = environment.opened()
+    directory, _, server = environment.host.opened()
     await environment.close()
     assert not directory.exists()
     with pytest.raises(OSError, match=r"refused|Connect"):
