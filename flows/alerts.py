@@ -102,7 +102,7 @@ def install(webhook: str | None = None, suspend: Collection[str] = ()) -> list[A
         suspend: alerts that also suspend the run.
 
     Raises:
-        ConfigError: an unknown alert, or one that cannot suspend a run.
+        ConfigError: an unknown alert, or an alert that cannot suspend a run.
     """
     able = [kind.name for kind in ALERTS if kind.can_suspend]
     if unknown := set(suspend) - set(able):

@@ -79,7 +79,7 @@ def fork(settings: ForkForm) -> dict[str, Any]:
 
 
 def planned_moment(given: str | None) -> datetime | None:
-    """Return the given moment, else the one that a schedule planned for this flow run; None without a plan.
+    """Return the given moment, else the scheduled one of this flow run; None without a plan.
 
     Prefect sets `expected_start_time` once: it does not change however late the flow run starts or however often it is
     retried.

@@ -1,6 +1,6 @@
 """Forms that start something: a preset and the settings that people change most. Everything else goes into `overrides`.
 
-Invariant: a form has no defaults of its own: an empty field keeps the value of the preset (or run). `resolve` returns
+Invariant: a form has no separate defaults: an empty field keeps the value of the preset (or run). `resolve` returns
 an ordinary `RunConfig`, checked like any other, whose errors name the key.
 """
 
@@ -228,7 +228,7 @@ class CollectForm(RunForm):
     name: DatasetName = "offline"
     """Name of the dataset, whose versions are in the store as datasets/NAME/VERSION."""
     checkpoint: Literal["newest", "promoted"] = "newest"
-    """The run's checkpoint that plays: the newest, or the one that evaluations promoted."""
+    """The run's checkpoint that plays: the newest, or the promoted one."""
     version: Natural | SkipJsonSchema[None] = _optional("Policy version that plays. Empty: by `checkpoint`.")
     prompts_per_iteration: Count | SkipJsonSchema[None] = _optional("Tasks to collect.")
     group_size: Few | SkipJsonSchema[None] = _optional("Rollouts of each task.")

@@ -1,7 +1,7 @@
 """Errors for people, and the two kinds of failure that decide about a retry.
 
 Invariant: an exception that leaves a stage or a request is a `RoundhouseError` (its text names the fault, with the key
-or value, and the remedy) or a defect of ours. For repeatable work, the kind decides whether repeating can help:
+or value, and the remedy) or a defect of Roundhouse. For repeatable work, the kind decides whether repeating can help:
 `InfraError` may pass by itself (a dead engine, a timeout), `DataError` will not (a bad task row).
 """
 

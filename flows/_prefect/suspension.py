@@ -75,7 +75,7 @@ def _prolong(flow_run: UUID) -> None:
 
 
 def _ends_soon(state: State | None) -> bool:
-    """Return whether it is a suspension whose end is near or past. One that waits with a form is ours, and ends late."""
+    """Return whether it is a suspension whose end is near or past. A suspension with a form is Roundhouse's, and ends late."""
     if state is None or not state.is_paused() or state.name != "Suspended":
         return False
     end = state.state_details.pause_timeout

@@ -358,7 +358,7 @@ def replay(
 
     Args:
         iterations: one, or consecutive ones such as `range(10, 21)`.
-        stages: names of collect, validate, train and evaluate. Those that sample need the run's engine.
+        stages: names of collect, validate, train and evaluate. Collect and evaluate need the run's engine.
         inputs: mapping of substituted inputs (docs/replay.md).
         name: name of the replay; without it one that follows from the request.
         store: directory or URI of the store, if `run` is a name.

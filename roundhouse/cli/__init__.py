@@ -67,7 +67,7 @@ COMMANDS: tuple[tuple[typer.Typer, str | None], ...] = (
     (plugins.app, None),
     (store.commands, None),
 )
-"""Groups of commands with their names, in the order of `roundhouse --help`; those without a name are commands of their own."""
+"""Groups of commands with their names, in the order of `roundhouse --help`; a group without a name holds top-level commands."""
 app = typer.Typer(
     cls=late_commands(COMMANDS),
     no_args_is_help=True,

@@ -122,7 +122,7 @@ def datasets_prune(
     delete: Annotated[bool, typer.Option("--delete", help="Delete. Without this, it is only listed.")] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Delete old versions of a dataset, except the newest and those that a run of this store trains from."""
+    """Delete old versions of a dataset, except the newest and versions that a run of this store trains from."""
     from roundhouse.errors import StoreError
     from roundhouse.stages.datasets import dataset_names, retain_versions
 

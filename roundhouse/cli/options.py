@@ -109,7 +109,7 @@ def accept_code(config: RunConfig, overrides: list[str] | None, trust_store: boo
 
 
 def state_of(store: str, state: Path | None) -> Path:
-    """Return the directory of local state: the named one, else the one that holds the store and its services."""
+    """Return the directory of local state: the named one, else the directory of the store and its services."""
     from roundhouse.store.location import Location
 
     if state is not None:

@@ -391,7 +391,7 @@ def env_test(
 ) -> None:
     """Test whether the environment still answers and judges recorded rollouts as it did. Exits with 1 if not.
 
-    With --mutants N, as many changed copies of its module are judged, too: those that no rollout of the corpus detects
+    With --mutants N, as many changed copies of its module are judged, too: copies that no rollout of the corpus detects
     are listed, and --min-score fails the test if they are too many.
     """
     from roundhouse.replays.environment_tests import check_environment

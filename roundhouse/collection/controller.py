@@ -6,7 +6,7 @@ Invariants, in every mode and after every failure:
 * each planned rollout is trained at most once, and none is lost: it is trained, recorded as failed, or its iteration is
   recorded as skipped;
 * an iteration trains on exactly the groups that were chosen when it began, not on the fastest ones;
-* every state has an event that leads on.
+* every state has an event that makes progress.
 
 The controller is a pure state machine without clock, network or disk. `apply` takes events. Decisions are questions
 that do not change the state, so asking twice is harmless and a decision lost in a crash is made again.

@@ -260,7 +260,7 @@ def _certificates() -> ssl.SSLContext:
 TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 """Signed: the rollout's session, in requests to /mcp."""
 FAILURE = {"failure": "infra"}
-"""Marks a JSON-RPC error of ours: the rollout cannot continue, and another attempt may help. Foreign servers never
+"""Marks our own JSON-RPC error: the rollout cannot continue, and another attempt may help. Foreign servers never
 use it."""
 _PREFIX = "mcp__"
 

@@ -256,7 +256,7 @@ class GenerationConfig(Section):
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0
     """0 runs on CPU."""
     engine_args: Parameters = Field(default_factory=dict)
-    """More arguments of vLLM's engine by name, except those that load code or replace settings that a run depends on.
+    """More arguments of vLLM's engine by name, except arguments that load code or replace settings that a run depends on.
     The backends transformers and trainer accept `max_num_seqs`."""
     mcore_generation_config: MegatronCoreGeneration | None = None
     """Number of requests that `backend: trainer` answers together, by NeMo RL's names. Unset: 64."""

@@ -1,6 +1,6 @@
 """Our agent server, resources server and model server as instances of a NeMo Gym configuration.
 
-Invariants: every wait, retry and record has a limit. Unknown fields are refused, except those that NeMo Gym adds to
+Invariants: every wait, retry and record has a limit. Unknown fields are refused, except fields that NeMo Gym adds to
 every server (`INSTANCE_FIELDS`), so one configuration serves both. Secrets (`api_key`, header values, `capture_token`)
 are hidden when the configuration is printed. The model server has the field names of NeMo Gym's `vllm_model`.
 """
@@ -163,7 +163,7 @@ class ModelServerConfig(Section):
     """Sessions whose engine is remembered; the longest unused is forgotten first."""
 
     capture_all: bool = False
-    """Record the token IDs of every call under /ng-rollout/<id>, not only of those that request it in their path."""
+    """Record the token IDs of every call under /ng-rollout/<id>, not only of calls that request it in their path."""
     capture_continues: bool = True
     """Send the engine the recorded tokens of a captured rollout's history if the agent repeats it word for word, so
     that the next prompt continues them exactly although the agent echoes no token IDs."""

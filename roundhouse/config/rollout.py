@@ -335,7 +335,7 @@ class Asynchrony(Section):
     mode: Mode = "sync"
     """sync: an iteration's rollouts begin when every replica has the weights that it trains. batch-async: a replica
     begins a rollout unless it would be too old, and accepts no new ones during its weight transfer. fully-async: the
-    same bound, but rollouts never wait for weights; those that begin during a transfer start on the new ones.
+    same bound, but rollouts never wait for weights; rollouts that begin during a transfer start on the new ones.
     windowed: as batch-async, and a step trains on the oldest finished groups among the oldest `window`."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """The oldest age that is trained on, in policy versions. batch-async with 0 is sync; fully-async and windowed need 1
@@ -416,7 +416,7 @@ class OfflineConfig(Section):
     datasets: Annotated[tuple[str, ...], Field(min_length=1)]
     """`nightly` is the newest version of a dataset of this store, `nightly@20261121T020000Z-v000012` one version,
     `nightly@all` every version at the run's start; a path or URI of a version's directory is one of any store, and
-    one that ends in `.jsonl` is a file of chat rows."""
+    a path that ends in `.jsonl` is a file of chat rows."""
     epochs: Operational[PositiveInt] = 1
     """Passes over all of it. The run's iterations follow from it; the key `iterations` does not count."""
     groups: PositiveInt | None = None

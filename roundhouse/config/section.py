@@ -103,9 +103,7 @@ class Section(BaseModel):
             for name in _times(type(self)):
                 value = getattr(self, name)
                 if isinstance(value, int | float) and value > LONGEST_SECONDS:
-                    raise ValueError(
-                        f"{name} is {value:g}: the longest time is {LONGEST_SECONDS:g} seconds (31 years)."
-                    )
+                    raise ValueError(f"{name} is {value:g}: the limit is {LONGEST_SECONDS:g} seconds (31 years).")
         return self
 
     @classmethod

@@ -36,7 +36,7 @@ StageHooks = Annotated[
 
 
 class StagesConfig(Section):
-    """Stages of yours in each iteration. Each is a function of (run, iteration, reference of the stage before), whose metrics
+    """Custom stages in each iteration. Each is a function of (run, iteration, reference of the stage before), whose metrics
     are kept as a stage of the function's name: a resumed run does not compute them again."""
 
     after_validate: StageHooks = ()

@@ -41,7 +41,7 @@ class TemplatedPolicy(Section):
 
 
 class PretrainedPolicy(TemplatedPolicy):
-    """Start from a model directory of yours."""
+    """Start from a model directory."""
 
     kind: Literal["pretrained"]
     path: Code[str]
@@ -100,7 +100,7 @@ class ServiceSection(Section):
     is_elsewhere: ClassVar[bool] = False
     """A server that was started elsewhere and keeps its memory."""
     holds_one_adapter: ClassVar[bool] = False
-    """The service trains an adapter of its own model, and no second model such as a critic."""
+    """The service trains an adapter of a fixed model, and no second model such as a critic."""
 
     @property
     def is_on_this_machine(self) -> bool:

@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 def typed_error(failure: Failure) -> InfraError | DataError | None:
-    """Return an error of ours of the failure's name, which is its failure code; None for other errors."""
+    """Return the typed error with this failure code as its name; None for other errors."""
     if failure.kind not in ("infra", "data"):
         return None
     base: type[InfraError | DataError] = InfraError if failure.kind == "infra" else DataError

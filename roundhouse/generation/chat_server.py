@@ -5,7 +5,7 @@ the `x-policy-version` header (the oldest one after a refit in between; `version
 (`x-replica-id`). The message carries prompt and generation token IDs with log-probabilities. Every failure is a JSON
 `error` with a stable `code`; 4xx means that the request cannot be answered, 503 that this replica must not answer now.
 If a caller disconnects, its generation ends. The metric `roundhouse_engine_ready` is 1 exactly if the replica answers
-with its wanted version.
+with its desired version.
 """
 
 from __future__ import annotations

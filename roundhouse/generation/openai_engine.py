@@ -52,8 +52,8 @@ TOKENS = "return_token_ids"
 
 
 REMEDY = (
-    f"Name a server that knows {TOKENS} and logprobs, such as vLLM's; set generation.endpoint.kind to sglang for SGLang's; or "
-    "to text, and the server serves evaluations and collections, but no training."
+    f"Name a server that supports {TOKENS} and logprobs, such as vLLM's; set generation.endpoint.kind to sglang for SGLang's; "
+    "or to text, and the server serves evaluations and collections, but no training."
 )
 
 

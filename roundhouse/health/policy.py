@@ -17,7 +17,7 @@ Every error has one kind, and a code under which it is counted:
     data     caused by the input: fails in the same way each time       not retried; the rollout or iteration is omitted
     fatal    configuration, a damaged store, an engine that cannot      not retried; a person has to act
              start: the next iteration would fail in the same way
-    defect   an error without a type of ours                            not retried; please report it
+    defect   an error without a Roundhouse type                         not retried; please report it
 
 Invariant: errors are typed where they are raised. Errors of libraries that only a name or number identifies are typed
 here (`typed`), at the boundary of a rollout, a stage or a process; no other code reads an error's text.
@@ -150,7 +150,7 @@ def severity_of(error: BaseException, *, again: bool) -> Severity:
 
 
 def typed(error: BaseException) -> BaseException:
-    """The error as one of ours where it is known what it means, else as it is.
+    """Return the error as a typed one if its meaning is known, else unchanged.
 
     >>> typed(OSError(28, "No space left on device"))
     DiskFull('[Errno 28] No space left on device. Free space, then start the run again: it resumes.')
@@ -160,7 +160,7 @@ def typed(error: BaseException) -> BaseException:
     if isinstance(error, MemoryError) or (_is_runtime_error(error) and _OUT_OF_MEMORY.search(str(error))):
         failure: RoundhouseError = OutOfMemory(
             f"{type(error).__name__}: {str(error)[:500]}. Lower train.tokens_per_microbatch or set train.logits_chunk_tokens, "
-            "or give the machine more memory; see that nothing else fills it."
+            "give the machine more memory, or stop other programs on it."
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         failure = DiskFull(f"{error}{_full_disks(error)}. Free space, then start the run again: it resumes.")

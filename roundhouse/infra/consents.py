@@ -50,7 +50,7 @@ def unaccepted_code(
 
     Args:
         place: key of the only section that counts.
-        own: configurations of this machine, such as presets; a section equal to one of theirs is accepted.
+        own: configurations of this machine, such as presets; an equal section is accepted.
 
     Raises:
         ConfigError: an engine argument loads code, which no consent permits.

@@ -37,7 +37,7 @@ TAIL_LINES = 30
 
 
 class Session(NamedTuple):
-    """A session of processes, led at some time by one of ours."""
+    """A session of processes that was led by one of our processes."""
 
     leader: int
     born: float

@@ -1,6 +1,6 @@
 """The services that a run needs on this machine: Prefect, MLflow, Ray, and a resources server if configured.
 
-Invariant: after `up` every named service is healthy; after `down` no process of theirs is left, even of a killed
+Invariant: after `up` every named service is healthy; after `down` none of their processes is left, even of a killed
 supervisor. Both may be called repeatedly. A service runs as long as it has a holder: a person (`up` without an owner,
 ended by `down`), or a process (`owner`), whose end releases it.
 
@@ -203,7 +203,7 @@ def up(
 
 
 def down(state_dir: str | Path = DEFAULT_STATE_DIRECTORY, services: Iterable[str] | None = None) -> list[str]:
-    """End the services (None: all), whatever their holders, and everything they started. Return those that ran.
+    """End the services (None: all), whatever their holders, and everything they started. Return the services that ran.
 
     Raises:
         InfraError: a process could not be ended.

@@ -3,7 +3,7 @@
 Invariant: a program is the child of an actor that reserves its CPUs and GPUs, and ends with it: when the driver ends,
 when the node is lost, and before `run` returns. Actors are never restarted: their work is lost, and the stage retries.
 Ranks of several nodes are one group of actors, one per node, which meet at the first one's address; when one ends, all
-do. Spec and report pass through the program's place in the store, so nothing of ours is pickled.
+do. Spec and report pass through the program's place in the store, so our data is never pickled.
 """
 
 from __future__ import annotations

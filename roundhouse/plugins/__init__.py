@@ -232,7 +232,7 @@ def _loaded(key: str, package: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:
         if package == "roundhouse":
-            raise  # a fault of ours, with its traceback
+            raise  # our own fault, with its traceback
         from roundhouse.user_code import describe_error
 
         raise ConfigError(

@@ -8,7 +8,7 @@ cannot differ (equal verdicts, log-probabilities that the weights confirm) are n
 
     metric     0.31 0.44 0.58 0.71 0.81 0.14      fall at version 5, from 0.81 to 0.14
     candidate  code            replayed as it is            0.14     no
-               reward code     collection 5 judged anew     0.88     yes: the cause
+               reward code     collection 5 judged again    0.88     yes: the cause
 
 A replayed version is measured by the recorded rollouts (`roundhouse.replays.readings`); with `evaluate=True` the run's
 engine evaluates it.
@@ -138,7 +138,7 @@ def bisect(
         against: a run whose configuration is assumed correct; by default the parent of a fork.
         overrides: `key.path=value`, an assumed correct configuration, applied to that of the run or of `against`.
         evaluate: measure replayed versions with the run's engine, which has to be running.
-        keep: leave all replays in the store; else only the one that decided.
+        keep: leave all replays in the store; else only the deciding one.
         budget: stage runs that the smallest set of groups or keys may take.
 
     Raises:

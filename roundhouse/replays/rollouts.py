@@ -27,7 +27,7 @@ from roundhouse.rollout.rubric import JUDGE_METRICS, JudgedAgent, RubricJudge
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 
 CONCURRENCY = 16
-"""Rollouts that are played at a time, so that one that waits for a server does not delay the others."""
+"""Number of concurrent rollouts, so that a rollout that waits for a server does not delay the others."""
 
 
 @dataclass(frozen=True, slots=True)

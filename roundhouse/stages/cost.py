@@ -367,7 +367,7 @@ def _outside_of_stages(place: Location, committed: Sequence[Manifest]) -> dict[s
 
 
 def _add_replays(run: Run, bill: _Bill) -> None:
-    """Add the replays of the run; their tokens are those that they sampled."""
+    """Add the replays of the run; their tokens are the sampled ones."""
     replays = Location(run.config.store) / "replays"
     for name in replays.names():
         place = replays / name

@@ -204,7 +204,7 @@ def read_identity(location: Location) -> dict[str, Any]:
 
     Raises:
         NotFound: the run does not exist.
-        StoreError: it is damaged, or its configuration is not the one that the run was created with.
+        StoreError: it is damaged, or its configuration differs from that of the run's creation.
     """
     data, place = location.read(IDENTITY), f"{location.uri}/{IDENTITY}"
     try:

@@ -4,7 +4,7 @@ Contract, the same for file:// and s3://:
 * `write` replaces a whole object or leaves it unchanged: a reader never sees a part of one.
 * `create` succeeds for exactly one of several writers (rename-free link on a file system, If-None-Match on S3); the
   others get `AlreadyExists`.
-* `names` and `tree` are never served from a cache of ours, but a bucket may list late: new objects may be missing and
+* `names` and `tree` are never served from a cache here, but a bucket may list late: new objects may be missing and
 deleted
   ones listed. Only `read` shows whether an object exists.
 * A name cannot leave its directory, not even through a link.

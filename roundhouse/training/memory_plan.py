@@ -1,7 +1,7 @@
 """Memory of a training step on a device, planned before anything starts: bytes per rank, by kind.
 
-Invariant: a plan depends on the model's shape, the section `train` and the number of ranks alone. It needs no weights
-and no GPU:
+Invariant: a plan depends on the model's shape, the section `train` and the number of ranks alone. It needs neither weights
+nor a GPU:
 permanent memory is counted from shapes, and a pass's memory is measured by running the trainer's scorer on fake
 tensors.
 

@@ -51,7 +51,7 @@ class Ranks:
     """The ranks that have other positions of this rank's microbatches."""
     mesh: DeviceMesh | None = None
     """[replicate, fsdp] with several replicas, [fsdp, tp] with tensor parallelism; None: every rank has other rows of
-    the one model. Ranks of a replica are neighbours, as are those that split a matrix."""
+    the one model. Ranks of a replica are neighbours; so are ranks that split a matrix."""
     experts: DeviceMesh | None = None
     """[efsdp, ep], all ranks: neighbours along `ep` have different experts of a layer, those along `efsdp` other rows of the
     same; None: experts are sharded as all else."""

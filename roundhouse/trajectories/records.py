@@ -381,7 +381,7 @@ def ledger_of(manifest: Manifest) -> Ledger:
 
 
 def prove_counted(counts: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
-    """Prove that the rollouts are those that their stage counted.
+    """Prove that the rollouts agree with their stage's counts.
 
     Raises:
         LedgerError: more, fewer, or with other outcomes.

@@ -78,7 +78,7 @@ class Catalog:
         return numbered(self._names(dataset), lambda label: self._has_rollouts(place / label))
 
     def _names(self, directory: str) -> list[str]:
-        """Return the names in a directory, without those that are not valid in a store."""
+        """Return the names in a directory, without names that are invalid in a store."""
         return [name for name in (self.root / directory).names() if is_name(name)]
 
     def _has_rollouts(self, version: Location) -> bool:

@@ -5,7 +5,7 @@ dies or stalls, the others raise, and the group is not used again.
 
 While a batch travels, the previous one is loaded (or the next one is packed). The cut into batches and the offsets
 follow from the tensors' descriptions alone, so ends with equal descriptions in the same order pack and unpack alike. A
-batch has at least one tensor and ends with the one that brings it to `bound` bytes.
+batch has at least one tensor and ends with the tensor that fills it to `bound` bytes.
 
 Example, bound 100: tensors of 60, 60, 300 and 8 bytes -> batches [60, 60], [300], [8]; in the first, the second begins
 at 64.

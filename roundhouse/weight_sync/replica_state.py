@@ -201,7 +201,7 @@ def _require(replicas: Sequence[ReplicaReport], proof: Mapping[str, Any], dtype:
         off = difference(replica.probe, proof["probe"])
         if off is not None and not off <= TOLERANCE[dtype]:
             raise DeploymentFailed(
-                f"Replica {replica.replica_id} computes the probe's log-probabilities {off:.3g} nats off {against} "
+                f"Replica {replica.replica_id} differs in the probe's log-probabilities by {off:.3g} nats from {against} "
                 f"({TOLERANCE[dtype]:g} are allowed in {dtype}). Restart it."
             )
 

@@ -113,7 +113,7 @@ def test_failures_that_repeat_are_not_retried() -> None:
         for number in range(2)
     ]
     with pytest.raises(
-        FailingRollouts, match=r"2 of 2 rollouts failed.*The first: bad_reward.*correct the cause"
+        FailingRollouts, match=r"2 of 2 rollouts failed.*The first: bad_reward.*Correct the cause"
     ) as raised:
         refuse_many_failures(failed, RolloutConfig(), "http://engine")
     assert kind_of(raised.value) is Kind.DATA

@@ -149,8 +149,8 @@ def test_a_directory_keeps_its_whole_name_and_an_error_shows_variables_as_they_a
             "rollout.cut_replies is return, but environment.kind is command",
         ),
         ({"seed": "many"}, "seed"),
-        ({"rollout": {"timeout_seconds": 1e300}}, "rollout: timeout_seconds is 1e.300: the longest time"),
-        ({"failures": {"stall_seconds": 10**10}}, "failures: stall_seconds is 1e.10: the longest time"),
+        ({"rollout": {"timeout_seconds": 1e300}}, "rollout: timeout_seconds is 1e.300: the limit"),
+        ({"failures": {"stall_seconds": 10**10}}, "failures: stall_seconds is 1e.10: the limit"),
     ],
 )
 def test_impossible_values_and_combinations_are_refused_by_name(tree: dict, names: str) -> None:

@@ -292,4 +292,4 @@ def test_a_server_far_from_here_is_told_and_one_beside_is_well(monkeypatch: pyte
         (far,) = reachability.topology(config)
     assert far.status == "warn"
     assert "environment.url" in far.remedy
-    assert "Same node" in far.remedy
+    assert "the same node" in far.remedy

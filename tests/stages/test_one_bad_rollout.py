@@ -112,5 +112,5 @@ def test_the_bound_of_rewards_is_a_key(tmp_path: Any, engine: ScriptedEngine):
 
 
 def test_failures_that_repeat_stop_the_stage_with_their_first_cause(tmp_path: Any, engine: ScriptedEngine):
-    with pytest.raises(FailingRollouts, match=r"16 of 16.*bad_reward: .*rollout\.reward_limit=0\.4.*correct the cause"):
+    with pytest.raises(FailingRollouts, match=r"16 of 16.*bad_reward: .*rollout\.reward_limit=0\.4.*Correct the cause"):
         collected(opened(tmp_path, "", reward_limit=0.4), engine)

@@ -154,7 +154,7 @@ class Overlap:
         can do so now.
 
         Raises:
-            Exception: the error of this stage, or the one that ended the generation loop.
+            Exception: the error of this stage, or the error of the generation loop.
         """
         catch_up(self.run, self.dispatch, k - 1)
         controller = self.dispatch.controller

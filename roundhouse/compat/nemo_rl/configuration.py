@@ -29,7 +29,7 @@ UNBOUNDED = 1e9
 """Bound of an importance weight, or of an advantage, that has none in NeMo RL."""
 _ENVIRONMENT = (
     "Name the environment and its task rows in the section environment (docs/environments.md): kind worker plays the rows of a "
-    "file with a worker and an evaluator of yours."
+    "file with your worker and evaluator."
 )
 _MEGATRON = (
     "It needs megatron-core and CUDA. Set policy.megatron_cfg.enabled to false and dtensor_cfg.enabled to true; in place "
@@ -230,7 +230,7 @@ _OTHERS: Mapping[str, Rule] = {
     "logger.wandb.project": read(),
     "logger.mlflow.tracking_uri": switched("logger.mlflow_enabled", to("tracking.uri")),
     "logger.monitor_gpus": to("tracking.system_metrics"),
-    "logger.swanlab_enabled": refused("Set it to false: tracking.sinks takes a class of yours for it (module:Class)."),
+    "logger.swanlab_enabled": refused("Set it to false: tracking.sinks takes a custom class for it (module:Class)."),
     **{
         f"logger.{name}.*": switched(f"logger.{name}_enabled", unused()) for name in ("wandb", "swanlab", "tensorboard")
     },

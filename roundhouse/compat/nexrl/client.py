@@ -3,7 +3,7 @@
 Invariant: every rollout has its own worker object, and ends in one of the typed outcomes whatever the worker returns,
 raises or leaves. The default loss mask trains on all its model calls.
 
-Data loaders return items in order and take some back. A run takes the items of its loader once, as its tasks, and draws
+Data loaders return items in order and accept returned items. A run takes the items of its loader once, as its tasks, and draws
 them by epochs (`roundhouse.rollout.plan`).
 
 Invariants: `len` is the number of remaining items. An item is returned once, unless it is added again. `reset` restores

@@ -31,9 +31,7 @@ _SINKS = {
     "wandb": "roundhouse.compat.nexrl.val_names:ValNames",
 }
 """Sinks by the names of NexRL's loggers."""
-_SINK = (
-    "Set it to console, mlflow, tensorboard or wandb; another one is a class of yours in tracking.sinks (module:Class)."
-)
+_SINK = "Set it to console, mlflow, tensorboard or wandb; name a custom class in tracking.sinks (module:Class)."
 _TRAINERS = {
     "self_hosted_grpo": "grpo",
     "remote_api_grpo": "grpo",

@@ -247,7 +247,7 @@ def temporary_directory() -> list[Finding]:
     """Ray's sockets and object files go there."""
     path = ray_base_directory()
     if not os.access(path, os.W_OK | os.X_OK):
-        return [fail("temporary directory", f"{path} cannot be written", "Set TMPDIR to a short path of yours.")]
+        return [fail("temporary directory", f"{path} cannot be written", "Set TMPDIR to a short path that you own.")]
     return [ok("temporary directory", str(path))]
 
 

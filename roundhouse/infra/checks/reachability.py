@@ -52,7 +52,7 @@ def state(directory: Path) -> list[Finding]:
         with tempfile.TemporaryFile(dir=nearest_existing(directory)):
             pass
     except OSError as error:
-        remedy = "Make it writable, or set infra.state to a directory of yours."
+        remedy = "Make it writable, or set infra.state to a directory that you own."
         return [fail("state", f"{directory} cannot be written: {error.strerror} ({error.filename})", remedy)]
     return [ok("state", f"{directory} can be written")]
 
@@ -186,7 +186,9 @@ def topology(config: RunConfig) -> list[Finding]:
         ", ".join(f"{key}: {each * 1000:.1f} ms" for key, each in measured.items()) or "engine and environment are here"
     )
     if far := [key for key, each in measured.items() if each > FAR_SECONDS]:
-        remedy = f"Bring {' and '.join(far)} nearer: every call pays it. Same node, else same rack, never another site."
+        remedy = (
+            f"Bring {' and '.join(far)} closer: its latency delays every call. Use the same node, else the same rack."
+        )
         return [warn("topology", detail, remedy)]
     where = "on one rack" if any(each > NEAR_SECONDS for each in measured.values()) else "as near as one node"
     return [ok("topology", detail if not measured else f"{detail}: {where}")]

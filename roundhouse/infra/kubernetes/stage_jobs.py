@@ -50,7 +50,7 @@ GYM_PLACE, RANKS_PLACE = "gym", "ranks"
 HTTP = "http"
 """Name of a server's port, as in `k8s/base/gym.yaml` and its network policies."""
 SERVER_SECONDS = 7 * 86_400
-"""Deadline of gym servers and resident ranks, for those that a killed flow left. A longer run starts them again."""
+"""Deadline of gym servers and resident ranks, if a killed flow leaves them. A longer run starts them again."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _random_move(observation: str, generator: random.Random) -> str:
             return generator.choice(moves)
     raise DataError(
         f"The observation shows no move in square brackets, so that a random opponent cannot move: {observation[-300:]!r}. Set "
-        "environment.opponent to a function of yours."
+        "environment.opponent to your function."
     )
 
 

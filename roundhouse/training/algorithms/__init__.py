@@ -185,8 +185,8 @@ _COMPLETE = (
 class ByEnvironment:
     """Separate algorithm settings for environments of a mixture (`train.algorithm.environments`).
 
-    Invariant: the columns of a listed environment's sequences are exactly those that its algorithm computes from them
-    alone; all other columns are those that the run's algorithm computes from the rest together. They enter one loss.
+    Invariant: the columns of a listed environment's sequences are exactly the output of its algorithm for them
+    alone; the run's algorithm computes all other columns from the rest together. They enter one loss.
 
         groups      calc/1 calc/2 words/1 words/2       environments: {words: {normalize_by_std: false}}
         algorithm   └── run's ──┘ └── words' ───┘

@@ -91,7 +91,7 @@ class RayTrainService(ChannelService):
 
 
 def join_cluster(address: str | None, key: str) -> None:
-    """Make this process a driver of a cluster: of `address`, else of the one that started it, else of a new one. The
+    """Make this process a driver of a cluster: of `address`, else of the cluster that started it, else of a new one. The
     machine's last cluster is not used, because it may be dead. `key` is the configuration key of the address.
 
     Raises:

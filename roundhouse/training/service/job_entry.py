@@ -32,7 +32,7 @@ SPEC, REPORT, ERROR = "spec.json", "report.json", "error.json"
 ADDRESS_VARIABLE = "ROUNDHOUSE_ADDRESS"
 """Address of a program's machine for other machines, if its launcher starts programs elsewhere."""
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""`torchrun` starts its ranks by `-m` without `-P`: a module of the working directory would hide one of theirs."""
+"""`torchrun` starts its ranks by `-m` without `-P`: a module of the working directory would hide a standard one."""
 RANKS_MEET_BY_FILE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """`torchrun` opens no port, which by itself it does on every interface; the ranks' own store is `parallel.join`'s."""
 

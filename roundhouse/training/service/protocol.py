@@ -272,8 +272,8 @@ class SessionLease:
         if session is not None and session.owner != owner and now < session.heard_at + self.idle_seconds:
             left = session.heard_at + self.idle_seconds - now
             raise LeaseHeld(
-                f"The train service is used by {session.owner!r}, for {left:.0f} seconds more unless it continues. Stop "
-                "that run, or start another service."
+                f"The train service belongs to {session.owner!r}, for {left:.0f} seconds more, and longer if it continues. "
+                "Stop that run, or start another service."
             )
         self.opened += 1
         self._session = TrainSession(secrets.token_hex(16), owner, now)

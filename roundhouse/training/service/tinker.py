@@ -392,7 +392,7 @@ def read_pointer(directory: Path) -> TinkerPointer:
 def _require_policy(role: Role) -> None:
     if role is not Role.POLICY:
         raise ConfigError(
-            f"The Tinker client holds no {role}. Set train.algorithm.kl_coefficient to 0, or use another train.service.kind."
+            f"The Tinker client has no {role}. Set train.algorithm.kl_coefficient to 0, or use another train.service.kind."
         )
 
 

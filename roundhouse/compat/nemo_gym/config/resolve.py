@@ -19,7 +19,7 @@ see no difference. Fields that ours does not know are refused, not dropped.
 
 Addresses of the servers of a configuration.
 
-Invariant: no two servers that we start get the same port, and none gets a disallowed port or one that another server
+Invariant: no two servers that we start get the same port, and none gets a disallowed port or a port that another server
 names. A port that the configuration names is kept. The others are free ports of the range, found by binding. Another
 process may take a port before the server binds it: this server ends at its start, and the start reports it.
 """
@@ -132,7 +132,7 @@ def resolve(
     """Resolve a configuration.
 
     Args:
-        paths: configuration files; without any, those that `config_paths` of the command line or of `env.yaml` names.
+        paths: configuration files; without any, `config_paths` of the command line or of `env.yaml`.
         overrides: command-line overrides, see `parse_override`.
         initial: values just below the command line.
         dotenv: read `env.yaml` from the search roots.

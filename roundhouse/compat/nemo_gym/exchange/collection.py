@@ -85,7 +85,7 @@ class Summary:
         if require_complete and self.judged < self.planned:
             return (
                 f"--require-complete is set, and {self.judged} of {self.planned} rollouts have a result. The others failed "
-                f"(see {self.files.failures}) or did not run. --resume runs those that a retry can help."
+                f"(see {self.files.failures}) or did not run. --resume repeats failures that a retry can help."
             )
         return None
 

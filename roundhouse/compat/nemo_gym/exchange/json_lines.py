@@ -14,7 +14,7 @@ out/run.jsonl  ->  out/run_materialized_inputs.jsonl   out/run_failures.jsonl   
 
 Task rows from JSON lines files.
 
-Invariant: each row that comes out has a `task_id` of its own in its file and parameters that a `/v1/responses` call would be
+Invariant: each output row has a unique `task_id` in its file and parameters that a `/v1/responses` call would be
 accepted with; the first line at fault is named.
 """
 

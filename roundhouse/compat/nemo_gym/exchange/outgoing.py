@@ -2,7 +2,7 @@
 
 Invariant: `incoming.rollout_of(row)` of a row made here equals the record. NeMo Gym's fields hold all that fits them
 (token fields on the last item of each model call, with whole prompts); `_roundhouse` holds the rest. The task's fields
-stay at the top of the row, as in a verifier's answer; `_roundhouse` also notes the ones that a result field covers.
+stay at the top of the row, as in a verifier's answer; `_roundhouse` also has fields that a result field hides.
 
     task {"q": 1, "reward": "a field of the task"} + result {"reward": 0.5}
         ->  {"q": 1, "reward": 0.5, …, "_roundhouse": {"added": […], "replaced": {"reward": "a field of the task"}, …}}

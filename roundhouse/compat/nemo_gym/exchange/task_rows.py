@@ -85,7 +85,7 @@ COLLECTION_KEYS: dict[str, str] = {
     "count_failure_classes_as_zero": f"{_NO_COUNTERPART}: a failed rollout counts in no mean",
     "count_missing_rollouts_as_zero": f"{_NO_COUNTERPART}: a missing rollout counts in no mean",
 }
-"""Keys of NeMo Gym's collection command, and the option of ours for each."""
+"""Keys of NeMo Gym's collection command, and our option for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ first, so retries and errors are the same with and without a stream.
 
 Also convert requests of streaming clients of `/v1/responses` to the strict dialect. Invariant: the result passes the
 strict check if the conversation can be shown. Such clients (coding agents on the command line) send bookkeeping fields,
-hosted tools, tools grouped in namespaces, and other items; those that a chat engine cannot show are omitted, because
+hosted tools, tools grouped in namespaces, and other items; items that a chat engine does not accept are omitted, because
 refusing them would end the rollout.
 
     tools: [{"type": "namespace", "name": "fs", "tools": [{"name": "read"}]}]

@@ -73,7 +73,7 @@ def own_server(environ: Mapping[str, str]) -> OwnServer:
     """Return the server that the two variables describe.
 
     Raises:
-        ConfigError: a variable is missing, or its content does not describe a server of ours.
+        ConfigError: a variable is missing, or its content does not describe one of our servers.
     """
     for variable in (CONFIG_DICT, CONFIG_PATH):
         if not environ.get(variable):
@@ -139,10 +139,10 @@ def limit_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def own_problems(server_type: ServerType, name: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return the problems of the fields of a server of ours."""
+    """Return the problems of the fields of one of our servers."""
     if (workers := fields.get("num_workers")) not in (None, 1):
         return [
-            f"{name}.num_workers is {workers}; a server of ours is one process, which holds its sessions. Remove it, and "
+            f"{name}.num_workers is {workers}; our servers are one process, which holds the sessions. Remove it, and "
             "configure several instances where one is too slow."
         ]
     try:

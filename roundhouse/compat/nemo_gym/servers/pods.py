@@ -75,7 +75,7 @@ class GymPlan:
     """Values of the Secret: the configuration as each server reads it."""
     secret: str
     urls: Mapping[str, str]
-    """URLs of the servers by name, including those that run elsewhere."""
+    """URLs of the servers by name, servers elsewhere included."""
 
     @property
     def head_url(self) -> str:
@@ -130,7 +130,7 @@ def unfit_for_pods(resolution: Resolution, infra: KubernetesInfra) -> list[str]:
     if ray and any(one.kind == "foreign" for one in resolution.instances):
         problems.append(
             f"ray_head_node_address is {ray}, but a server joins a cluster of Ray through a node of it on its own machine, "
-            "which its pod has not. Remove it: each foreign server has a Ray of its own in its pod."
+            "which its pod does not have. Remove it: each foreign server has a separate Ray in its pod."
         )
     pods = len(resolution.instances) + 1
     size = len(CONFIG_DICT) + len(resolution.yaml().encode()) + _ADDRESS_BYTES * pods

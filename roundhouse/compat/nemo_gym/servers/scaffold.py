@@ -1,6 +1,6 @@
 """A new environment, as files to start from (`roundhouse gym init`).
 
-Invariant: what is written works: its test passes, its configurations start, its example rows are the ones that its class makes.
+Invariant: the written files work: the test passes, the configurations start, and the example rows come from the class.
 Nothing that exists is overwritten.
 
     words/environment.py        the class: tasks, a tool, a verifier, demonstrations for a warm start
