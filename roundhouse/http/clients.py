@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from roundhouse.http.asgi import is_loopback
+from roundhouse.http.deadlines import AsyncTimedBackend, TimedBackend, limit_headers
 from roundhouse.http.replies import IDENTITY, limit_hooks
 
 if TYPE_CHECKING:
@@ -44,12 +45,16 @@ def http_client(url: str, *, foreign: bool = False, **options: Any) -> httpx.Cli
     """
     import httpx
 
-    return httpx.Client(**_options(url, foreign, options, limit_hooks(httpx)[0]))
+    client = httpx.Client(**_options(url, foreign, options, limit_hooks(httpx)[0]))
+    limit_headers(client, TimedBackend)
+    return client
 
 
 def async_http_client(httpx: ModuleType, url: str, *, foreign: bool = False, **options: Any) -> Any:
     """Return an `AsyncClient` of the module `httpx`, or of one with its interface; arguments as of `http_client`."""
-    return httpx.AsyncClient(**_options(url, foreign, options, limit_hooks(httpx)[1]))
+    client = httpx.AsyncClient(**_options(url, foreign, options, limit_hooks(httpx)[1]))
+    limit_headers(client, AsyncTimedBackend)
+    return client
 
 
 def client_session(headers: Mapping[str, str] | None = None, **options: Any) -> aiohttp.ClientSession:

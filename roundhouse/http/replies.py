@@ -2,7 +2,8 @@
 
 Invariant: no client of Roundhouse holds more of a reply than `ROUNDHOUSE_MAX_BODY_MIB` (256 MiB). A few bytes of gzip
 unpack to gigabytes, so replies are requested without compression, and a compressed one is refused unread. A body has
-the time limit of one read, however slowly its bytes arrive; a stream of events has no such limit.
+the time limit of one read, however slowly its bytes arrive; a stream of events, if the request accepts one, has no such
+limit.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from roundhouse.errors import DataError
 from roundhouse.http.asgi import BODY_LIMIT, body_limit
+from roundhouse.http.deadlines import end_headers
 
 if TYPE_CHECKING:
     import aiohttp
 
+EVENTS = "text/event-stream"
 IDENTITY = {"Accept-Encoding": "identity"}
 
 
@@ -84,6 +87,7 @@ def limit_hooks(httpx: ModuleType) -> tuple[Callable[[Any], None], Callable[[Any
             await self.stream.aclose()
 
     def limit(response: Any) -> None:
+        end_headers(response)
         response.stream = Limited(response)
         response.encoding = "utf-8"  # Python does not decode text by each charset that a reply may name
 
@@ -94,7 +98,8 @@ def limit_hooks(httpx: ModuleType) -> tuple[Callable[[Any], None], Callable[[Any
 
 
 def _is_event_stream(response: Any) -> bool:
-    return str(response.headers.get("Content-Type") or "").startswith("text/event-stream")
+    kind, accepted = response.headers.get("Content-Type") or "", response.request.headers.get("Accept") or ""
+    return str(kind).startswith(EVENTS) and EVENTS in accepted
 
 
 def _checked(headers: Mapping[str, str], url: str) -> int:

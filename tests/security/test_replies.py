@@ -163,6 +163,35 @@ async def test_the_text_of_a_reply_does_not_depend_on_the_charset_that_it_names(
         assert (await client.get(url)).text == "ü\ufffd"
 
 
+DRIPS = {
+    "headers": (b"HTTP/1.1 200 OK\r\nX: ", b"0"),
+    "interim replies": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "events": (b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b":\n"),
+}
+
+
+@pytest.mark.parametrize("ask", [sync, async_client])
+@pytest.mark.parametrize("kind", DRIPS)
+async def test_a_reply_without_end_has_the_time_of_one_read(
+    kind: str, ask: Callable[[str, float], Awaitable[None]]
+) -> None:
+    beginning, drop = DRIPS[kind]
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(beginning)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):  # the server ends, so that a client without the limit fails the test and ends
+                writer.write(drop)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+        writer.close()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(httpx.ReadTimeout):
+            await asyncio.wait_for(ask(url, 0.3), 20)
+
+
 UNLIMITED = re.compile(
     r"aiohttp\.ClientSession\(|httpx2?\.(Client|AsyncClient|get|post|put|request|stream)\(|urlopen\(|"
     r"await reply\.(read|json|text)\("
