@@ -187,7 +187,7 @@ def test_a_limit_of_connections_that_is_no_number_is_a_problem(write, resolved):
 
 def test_an_unknown_capture_setting_is_a_problem(write, resolved):
     write("a.yaml", f"{OURS}token_id_capture: {{enable: true}}\n")
-    assert "token_id_capture.enable is not known" in only_problem(resolved("a.yaml"))
+    assert "token_id_capture.enable is unknown" in only_problem(resolved("a.yaml"))
 
 
 def test_more_workers_than_one_are_a_problem_of_a_server_of_ours(write, resolved):
@@ -235,7 +235,7 @@ def test_overrides_set_change_and_remove(write, resolved):
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [("x.q=1", "has no 'q'"), ("~x.q", "has no 'q'"), ("~x.y=2", "x.y is 1"), ("x", "none of")],
+    [("x.q=1", "has no 'q'"), ("~x.q", "has no 'q'"), ("~x.y=2", "x.y is 1"), ("x", "is not one of")],
 )
 def test_an_override_that_hits_nothing_is_refused(write, resolved, override, told):
     write("a.yaml", "x: {y: 1}\n")
