@@ -30,8 +30,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.forward import Scorer
-from roundhouse.training.layers import PACKED, checkpoint_activations, register_packed_attention
+from roundhouse.training.layers import checkpoint_activations
 from roundhouse.training.memory_plan import known_device
+from roundhouse.training.packed_attention import PACKED, register_packed_attention
 from roundhouse.training.packing import Microbatch, build_microbatches, cost_model
 
 LARGE: dict[str, Any] = {

@@ -3,11 +3,16 @@
 Invariant: a directory is data. Its own code (`auto_map`) is never executed and never asked about; nothing is downloaded.
 
     shape = load_pretrained(AutoConfig, directory)
-    model = build_model(AutoModelForCausalLM, shape, dtype=torch.float32)
+    model = build_model(shape, dtype=torch.float32)
+
+A composite shape has a configuration for each part (`text_config`, `vision_config`, …). Its model has all parts, because
+its published weights have them.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +33,37 @@ def load_pretrained(kind: Any, directory: str | Path, **options: Any) -> Any:
         return _without_own_code(load, str(directory), directory, local_files_only=True, **options)
 
 
-def build_model(kind: Any, shape: Any, **options: Any) -> Any:
-    """Return a model of this shape with arbitrary weights, `kind.from_config`; `kind` is an Auto class.
+def build_model(shape: Any, **options: Any) -> Any:
+    """Return a model of this shape with arbitrary weights, in the class of its published weights.
 
     Raises:
         ConfigError: the model can only be built by its own code.
+        ValueError: transformers has no class for it that generates text.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    composite = shape.get_text_config() is not shape
+    kind: Any = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
+    if "attn_implementation" not in options and caps_scores(shape):
+        options["attn_implementation"] = "eager"
     return _without_own_code(kind.from_config, str(getattr(shape, "name_or_path", "")), shape, **options)
+
+
+def is_composite(directory: Path) -> bool:
+    """Return whether a model has towers beside its language model."""
+    file = directory / "config.json"
+    return file.is_file() and isinstance(json.loads(file.read_text(encoding="utf-8")).get("text_config"), dict)
+
+
+def is_left_out(model: Any, name: str) -> bool:
+    """Return whether published files may have this tensor although the model has not: a layer that predicts further
+    tokens (`mtp.*`), which transformers does not load."""
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+
+
+def caps_scores(shape: Any) -> bool:
+    """Return whether attention scores are capped (Gemma 2), which transformers' fused attention silently leaves out."""
+    return getattr(shape.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 @contextmanager

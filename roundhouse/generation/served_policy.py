@@ -44,7 +44,7 @@ from roundhouse.generation.protocol import (
     WeightsRefused,
 )
 from roundhouse.health.policy import Kind, kind_of
-from roundhouse.pretrained import build_model, load_pretrained
+from roundhouse.pretrained import build_model, is_left_out, load_pretrained
 from roundhouse.retry import Backoff
 from roundhouse.weight_sync.base import (
     DirectTransport,
@@ -95,16 +95,21 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def expected_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor in files of a model of this config.json. Tied ones are counted once, and
     tensors that transformers fuses on loading, such as experts, are listed as in the files."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = load_pretrained(AutoConfig, model_dir)
-    with torch.device("meta"):
-        model = build_model(AutoModelForCausalLM, config)
+    model = _without_bytes(model_dir)
     # a parameter that two modules share is listed once (tied embeddings)
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=True)}
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, own).items()}
+
+
+def _without_bytes(model_dir: Path) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    config = load_pretrained(AutoConfig, model_dir)
+    with torch.device("meta"):
+        return build_model(config)
 
 
 def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[int, ...]]) -> None:
@@ -119,8 +124,9 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
             new, known = json.loads(path.read_text()), json.loads((model_dir / "config.json").read_text())
         except ValueError as error:
             raise WeightsRefused(f"{path} is not JSON: {error}.") from error
+        composite = "text_config" in known  # its parts may leave out what is the default
         for key in _SHAPING_KEYS:
-            if new.get(key) != known.get(key):
+            if new.get(key) != known.get(key) and not (composite and (key not in new or key not in known)):
                 raise WeightsRefused(
                     f"{path} has {key}={new.get(key)}, the served model has {known.get(key)}. A refit replaces weights of the "
                     "same model; deploy another model with its own run."
@@ -128,7 +134,8 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
     shapes = tensor_shapes(directory)
     served = json.loads((model_dir / "config.json").read_text())
     # A checkpoint may repeat a tensor although it is tied to another.
-    tied = {"lm_head.weight"} if served.get("tie_word_embeddings", False) else set()
+    is_tied = served.get("tie_word_embeddings", served.get("text_config", {}).get("tie_word_embeddings", False))
+    tied = {name for name in shapes if is_tied and name.split(".")[-2:] == ["lm_head", "weight"]}
     for name, shape in expected.items():
         if name not in shapes:
             raise WeightsRefused(
@@ -136,7 +143,11 @@ def check_weights(directory: Path, model_dir: Path, expected: dict[str, tuple[in
             )
         if shapes[name] != shape:
             raise WeightsRefused(f"{name} in {directory} has shape {shapes[name]}, the served model wants {shape}.")
-    if surplus := sorted(shapes.keys() - expected.keys() - tied):
+    surplus = sorted(shapes.keys() - expected.keys() - tied)
+    if surplus:
+        model = _without_bytes(model_dir)
+        surplus = [name for name in surplus if not is_left_out(model, name)]
+    if surplus:
         raise WeightsRefused(f"{directory} has the tensor {surplus[0]}, which the served model has not.")
 
 

@@ -62,19 +62,18 @@ def build_model(model_dir: str, config: GenerationConfig) -> Any:
         torch.set_num_threads(threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads))
     dtype = getattr(torch, config.dtype)
     with lean_transformers():  # a model's own module is imported when the model is built
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        model = pretrained.build_model(
-            AutoModelForCausalLM, pretrained.load_pretrained(AutoConfig, model_dir), dtype=dtype
-        ).eval()
+        model = pretrained.build_model(pretrained.load_pretrained(AutoConfig, model_dir), dtype=dtype).eval()
     return model.to("cuda") if config.gpus_per_replica > 0 else model
 
 
 def key_value_bytes(shape: PreTrainedConfig, dtype: str) -> int:
     """Return bytes per token: 2 · layers · key-value heads · head dimension · bytes of the type."""
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    dimension = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return 2 * shape.num_hidden_layers * heads * dimension * (4 if dtype == "float32" else 2)
+    text: Any = shape.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dimension = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * dimension * (4 if dtype == "float32" else 2)
 
 
 def give_back_memory() -> None:
@@ -104,7 +103,8 @@ def load_into(model: Any, directory: str) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    if any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)):
+    composite = model.config.get_text_config() is not model.config  # transformers renames its tensors on loading
+    if composite or any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)):
         tensors = _converted(model, directory)
     else:
         tensors = dict(iterate(Path(directory)))
@@ -113,8 +113,8 @@ def load_into(model: Any, directory: str) -> None:
             if name not in tensors:
                 raise RuntimeError(f"{directory} lacks {name}.")
             parameter.copy_(tensors.pop(name))
-    leftover = sorted(set(tensors) - set(model.state_dict()))
-    if leftover:
+    surplus = set(tensors) - set(model.state_dict())
+    if leftover := sorted(name for name in surplus if not pretrained.is_left_out(model, name)):
         raise RuntimeError(f"{directory} has {leftover[0]}, which the model has not.")
 
 

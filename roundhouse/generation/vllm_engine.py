@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from ctypes.util import find_library
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
@@ -42,6 +43,7 @@ from roundhouse.generation.protocol import (
 from roundhouse.generation.tool_calls import ToolCalls, ToolParser, bounded, thought_end, tool_call
 from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.http.asgi import Receive, Send
+from roundhouse.pretrained import is_composite
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
 from roundhouse.weight_sync.transfer import FIREWALL
@@ -122,6 +124,8 @@ def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": config.transfer_backend},
     }
+    if is_composite(Path(model_dir)):
+        arguments["language_model_only"] = True  # towers are not made: conversations are text
     if config.gpus_per_replica > 0:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

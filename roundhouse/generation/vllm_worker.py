@@ -204,7 +204,11 @@ def complete_reload(model: Any) -> None:
     for layer in model.modules():
         if type(method := getattr(layer, "quant_method", None)).__name__ == UNQUANTIZED_EXPERTS:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[union-attr]
-    embedding, head = getattr(getattr(model, "model", None), "embed_tokens", None), getattr(model, "lm_head", None)
+    language = getattr(model, "language_model", model)  # of a composite model
+    embedding, head = (
+        getattr(getattr(language, "model", None), "embed_tokens", None),
+        getattr(language, "lm_head", None),
+    )
     if embedding is None or head is None or not model.config.tie_word_embeddings:
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -44,6 +44,7 @@ def probe(model: Any, loaded: Tensors) -> int:
     """
     import torch
 
+    loaded = _ByModelName(model, loaded)
     with torch.inference_mode():
         named = model.named_parameters()
         proved = sum(_prove_parameter(model, name, parameter, loaded) for name, parameter in named)
@@ -52,6 +53,29 @@ def probe(model: Any, loaded: Tensors) -> int:
     if proved == 0:
         raise StaleWeights("No parameter of the running model could be compared with the weights that were loaded.")
     return proved
+
+
+class _ByModelName:
+    """Tensors of files by their names in a model of vLLM, which renames the parts of a composite model."""
+
+    def __init__(self, model: Any, tensors: Tensors) -> None:
+        self._tensors = tensors
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        prefixes: dict[str, str | None] = getattr(mapper, "orig_to_new_prefix", {})
+        self._prefixes = [(new, old) for old, new in prefixes.items() if new] if is_composite(model) else []
+
+    def get(self, name: str) -> Any | None:
+        names = [name, *(old + name.removeprefix(new) for new, old in self._prefixes if name.startswith(new))]
+        return next((tensor for each in names if (tensor := self._tensors.get(each)) is not None), None)
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of a model's language model."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def is_composite(model: Any) -> bool:
+    return text_config(model) is not model.config
 
 
 class CheckpointTensors:
@@ -87,7 +111,7 @@ def _prove_parameter(model: Any, name: str, parameter: Any, checkpoint: Tensors)
 
 
 def probed_layers(model: Any) -> set[str]:
-    return {"0", str(getattr(model.config, "num_hidden_layers", PROBED_LAYERS) - 1)}
+    return {"0", str(getattr(text_config(model), "num_hidden_layers", PROBED_LAYERS) - 1)}
 
 
 def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
@@ -97,9 +121,10 @@ def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
     for name, module in model.named_modules():
         if type(getattr(module, "quant_method", None)).__name__ not in _UNQUANTIZED:
             continue
-        if name == "lm_head":
+        if name.rpartition(".")[2] == "lm_head":
+            prefix = name.removesuffix("lm_head")
             tied = model.config.tie_word_embeddings
-            yield name, module, ["model.embed_tokens.weight" if tied else "lm_head.weight"]
+            yield name, module, [f"{prefix}model.embed_tokens.weight" if tied else f"{prefix}lm_head.weight"]
         elif probed.intersection(name.split(".")) and "embed_tokens" not in name:
             parent, _, own = name.rpartition(".")
             yield name, module, [f"{parent}.{part}.weight" for part in stacked.get(own, [own])]

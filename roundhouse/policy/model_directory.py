@@ -59,12 +59,8 @@ def check_model_directory(path: str | Path, max_model_len: int | None = None) ->
     config = _read_json(directory / "config.json", "Every Hugging Face model has one")
     if not config.get("model_type"):
         raise _broken(directory / "config.json", "names no model_type", "Save the model again with save_pretrained")
-    if senses := sorted({"vision_config", "audio_config"} & config.keys()):
-        raise ConfigError(
-            f"policy.path is {directory}, a model of more than text ({', '.join(senses)} in config.json). Conversations are "
-            "collected and trained on as text alone: name a text model."
-        )
-    _refuse_few_positions(directory, config, max_model_len)
+    text = _text_configuration(directory, config)
+    _refuse_few_positions(directory, text, max_model_len)
     try:
         weights = [TensorFile(file) for file in weight_files(directory)]
     except DataError as error:
@@ -85,6 +81,34 @@ def check_model_directory(path: str | Path, max_model_len: int | None = None) ->
             "is missing and tokenizer_config.json has no chat_template",
             "Conversations need one: use a chat model, or add the template of its family",
         )
+
+
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def _text_configuration(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of config.json that describes the language model.
+
+    Raises:
+        ConfigError: a model with towers names no such part, or lacks the processor without which vLLM does not start.
+    """
+    towers = sorted({"vision_config", "audio_config"} & {key for key, value in config.items() if value})
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        if towers:
+            raise _broken(
+                directory / "config.json",
+                f"has {', '.join(towers)} and no text_config",
+                "The language model of such a model is trained on text: name one with text_config, or a text model",
+            )
+        return config
+    if towers and not any((directory / name).is_file() for name in _PROCESSORS):
+        raise _broken(
+            directory / "preprocessor_config.json",
+            "is missing",
+            "The engine does not load a model with towers without its processor: copy the file of the published model",
+        )
+    return text
 
 
 def _refuse_few_positions(directory: Path, config: dict[str, Any], max_model_len: int | None) -> None:
@@ -115,7 +139,7 @@ def _refuse_two_heads(directory: Path, config: dict[str, Any], weights: Sequence
     is_tied = config.get("tie_word_embeddings")
     if not isinstance(is_tied, bool):
         return  # the architecture decides
-    head = _tensor_named(weights, lambda name: name in _HEADS)
+    head = _tensor_named(weights, lambda name: name in _HEADS or name.endswith(".lm_head.weight"))
     embedding = _tensor_named(weights, lambda name: name.endswith(_EMBEDDINGS))
     if not is_tied and head is None and embedding is not None:
         raise _broken(

@@ -7,6 +7,7 @@ and the remedy. Facts that only a service knows are left to the service.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import queue
@@ -14,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from roundhouse import plugins
@@ -57,6 +59,7 @@ from roundhouse.policy.model_directory import (
     template_text,
 )
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE, PAD, TURN_END
+from roundhouse.pretrained import is_composite
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
 from roundhouse.rollout.clients import LocalEnvironmentClient, first_messages, open_environment, tools_of, verdict_on
 from roundhouse.rollout.hosted import HostedEnvironmentClient
@@ -431,6 +434,7 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, firs
             )
         if (gguf := gguf_file(source.local_path)) is None:
             check_model_directory(source.local_path, config.generation.max_model_len)
+            _refuse_no_torchvision(config, source.local_path)
             template = _chosen(config, policy, template_in(source.local_path))
             refuse_unfit_template(template, tools, system)
             _refuse_long_prompt(config, first, template, _tokens_by(source.local_path / "tokenizer.json"))
@@ -439,6 +443,18 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, firs
             refuse_unfit_template(_chosen(config, policy, template_of(gguf)), tools, system)
     elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
+
+
+def _refuse_no_torchvision(config: RunConfig, model: Path) -> None:
+    """Refuse a composite model if vLLM, in this installation, cannot import its class, as also for text alone."""
+    generation = config.generation
+    here = generation.backend == "vllm" and generation.engine_url is None and generation.endpoint is None
+    if here and isinstance(config.infra, LocalInfra) and is_composite(model) and not find_spec("torchvision"):
+        raise ConfigError(
+            f"policy.path is {model}, a model with towers beside its language model, whose class in vLLM needs torchvision. "
+            "Install the build for your torch (pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or "
+            "set generation.backend to transformers."
+        )
 
 
 def _tokens_of_warm_start(config: RunConfig, policy: WarmStartPolicy, text: str) -> int:
@@ -472,16 +488,43 @@ def _chosen(config: RunConfig, policy: TemplatedPolicy, own: ChatTemplate) -> Ch
     return template
 
 
-def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
-    policy = config.policy
-    if max(config.train.parallelism.values()) == 1 or (
-        isinstance(policy, PretrainedPolicy) and not remote and not Location(policy.path).is_local
-    ):
-        return
-    if (shape := shape_of(config)) is not None:
-        from roundhouse.training.memory_plan import refuse_unfit_layout
+_PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Types of models that every section `train` fits on one rank; to see this of another takes seconds."""
 
-        refuse_unfit_layout(shape, config.train)
+
+def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
+    """Refuse a model that cannot be packed, that the ranks cannot share, or that transformers does not know."""
+    policy, path = config.policy, getattr(config.policy, "path", "")
+    pretrained = isinstance(policy, PretrainedPolicy)
+    if pretrained and not remote and not Location(path).is_local:
+        return
+    spread = max(config.train.parallelism.values()) > 1
+    if not spread and (not pretrained or _model_type(path) in (None, *_PLAIN)):
+        return
+    try:
+        shape = shape_of(config)
+        if shape is not None:
+            from roundhouse.training.memory_plan import refuse_unfit_layout
+
+            refuse_unfit_layout(shape, config.train)
+    except (ValueError, ImportError) as error:
+        text = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"policy.path is {path}, which the installed transformers cannot build: {text} Name a model of an architecture "
+            "that it has, or install what it names."
+        ) from error
+
+
+def _model_type(path: str) -> str | None:
+    """Return the type in a model's config.json; None if it cannot be read, which `check_model_directory` reports."""
+    source = model_location(Location(path))
+    if not source.is_local or not (source.local_path / "config.json").is_file():
+        return None
+    try:
+        kind = json.loads((source.local_path / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return kind if isinstance(kind, str) else None
 
 
 def refuse_unfit_memory(config: RunConfig) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint's directory: a Hugging Face model for transformers and vLLM, and `trainer/` to continue training.
 
-    config.json  model.safetensors  tokenizer.json  …      float32 weights (an adapter's frozen ones as held), named
-                                                           as in the starting model
+    config.json  model.safetensors  tokenizer.json  …      float32 weights (frozen ones as held), named as in the
+                                                           starting model
     trainer/optimizer.safetensors                          AdamW's moments
     trainer/state.json                                     cursor: updates done, last iteration, seed
     trainer/critic/                                        of an algorithm with a critic: its model, with a value head as
@@ -39,7 +39,7 @@ from roundhouse.pretrained import build_model, load_pretrained, without_progress
 from roundhouse.store import disk
 
 with lean_transformers():
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+    from transformers import AutoConfig, GenerationConfig, PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         Concatenate,
@@ -50,14 +50,9 @@ with lean_transformers():
     )
     from transformers.modeling_utils import LoadStateDictConfig
 
-from roundhouse.training.layers import (
-    PACKED,
-    check_packable,
-    merged,
-    put_value_head,
-    register_packed_attention,
-    under_adapter,
-)
+from roundhouse.training.language_model import freeze_towers, is_composite, parameter_names
+from roundhouse.training.layers import merged, put_value_head, under_adapter
+from roundhouse.training.packed_attention import PACKED, check_packable, register_packed_attention
 from roundhouse.training.parallel import Ranks, sent_row
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, freed_at_once, save_tensors
 from roundhouse.weight_sync.gloo import Described
@@ -118,7 +113,8 @@ def load_model(
     register_packed_attention()
     try:
         with without_progress_bars():
-            model = _without_numbers(directory, PACKED if packed else "sdpa", values)
+            model = _without_numbers(directory, packed, values)
+            freeze_towers(model, directory)
             if packed:
                 check_packable(model)
             if ranks is None or ranks.size == 1 or _keeps_rows(model, ranks):
@@ -144,14 +140,13 @@ def load_model(
     return model
 
 
-def _without_numbers(directory: Path, attention: str, values: bool) -> PreTrainedModel:
+def _without_numbers(directory: Path, packed: bool, values: bool) -> PreTrainedModel:
     config = load_pretrained(AutoConfig, directory)
     if values:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    attention = {"attn_implementation": PACKED} if packed else {}  # else transformers' own for the model
     with torch.device("meta"):
-        model: PreTrainedModel = build_model(
-            AutoModelForCausalLM, config, dtype=torch.float32, attn_implementation=attention
-        )
+        model: PreTrainedModel = build_model(config, dtype=torch.float32, **attention)
     if not values and (directory / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     if values:
@@ -192,8 +187,11 @@ def _fill(model: PreTrainedModel, directory: Path, device: torch.device) -> dict
         parts: dict[str, Any] = {}
         for path in weight_files(directory):
             file = opened.enter_context(safe_open(path, "pt", device="cpu"))
-            parts |= {under_adapter(name, adapted): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        parts = {name: part for name, part in parts.items() if name not in own}
+            names = list(file.keys())
+            parameters = parameter_names(model, names) if is_composite(model) else names
+            for name, parameter in zip(names, parameters, strict=True):
+                if parameter not in own:
+                    parts[under_adapter(name, adapted, parameter)] = file.get_slice(name)
         with freed_at_once():
             report, _ = model._load_pretrained_model(model, parts, None, settings)
     report.missing_keys -= own.keys()

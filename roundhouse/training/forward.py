@@ -26,7 +26,8 @@ from torch.nn.functional import cross_entropy
 
 from roundhouse.errors import ConfigError
 from roundhouse.training.context_parallel import Context
-from roundhouse.training.layers import PACKED
+from roundhouse.training.language_model import hidden_states
+from roundhouse.training.packed_attention import PACKED
 from roundhouse.training.packing import Dealer, FlatTokens, Microbatch, Span, build_microbatches
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Scorer(torch.nn.Module):
 
     def _hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """[M, D] states at the predicting positions, after the last norm."""
-        hidden: torch.Tensor = self.model.base_model(**self._inputs(microbatch)).last_hidden_state
+        hidden: torch.Tensor = hidden_states(self.model)(**self._inputs(microbatch)).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, microbatch.predict)
 
     def _inputs(self, microbatch: Microbatch) -> dict[str, Any]:

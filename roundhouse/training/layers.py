@@ -1,12 +1,6 @@
-"""Changes to a transformers model for training: packed attention, recomputed activations, leaner norms, LoRA adapters.
+"""Changes to a transformers model for training: recomputed activations, leaner norms, LoRA adapters.
 
 Invariant: no change alters a value beyond rounding. The model stays in eval mode, so layers have no randomness.
-
-**Packed attention** (`packed_attention`, registered as `PACKED`) is block-diagonal causal attention over a packed row,
-without a mask: a position attends to the earlier tokens of the same sequence. Each span of the row (`packing.Span`) becomes a
-right-padded rectangle in one causal scaled-dot-product call. No real query sees padding, and outputs of padding are dropped.
-Cost is linear in the row and quadratic only in a sequence. Keys and values of a shared prompt precede those of each sequence;
-the mask is causal after them.
 
 **Norms** (`replace_norms`) keep one tensor for backward instead of four, and take 0.4 of the time on tiny CPU policies. A
 norm is replaced only if it equals y = w · x / √(mean(x²) + ε) on random inputs, and only for float32. With r = 1/√(mean(x²) +
@@ -28,21 +22,21 @@ A starts from a fixed seed and B from zero, so a fresh adapter changes nothing. 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch.nn.functional import scaled_dot_product_attention
 
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.imports import lean_transformers
-from roundhouse.training.context_parallel import Context
-from roundhouse.training.packing import Span
+from roundhouse.training.language_model import file_name, frozen_modules, frozen_towers, language_model
 from roundhouse.training.parallel import Ranks, gathered, sharded_like
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
 
@@ -50,20 +44,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 with lean_transformers():
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
-
-PACKED = "roundhouse_packed"
-"""Name of the packed attention in transformers (`attn_implementation`)."""
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the repeated blocks, in order.
+    """Return the language model's repeated blocks, in order.
 
     Raises:
         ConfigError: the model does not mark them.
     """
-    layers: list[torch.nn.Module] = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    parts = language_model(model).modules()
+    layers: list[torch.nn.Module] = [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} does not name its layer class: it can neither be sharded nor recompute activations. "
@@ -116,8 +108,8 @@ def replace_norms(model: torch.nn.Module, *, tried: bool = True) -> int:
         epsilon = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)
         if isinstance(epsilon, float) and isinstance(weight, torch.nn.Parameter):
-            if tried and not _agrees(module, epsilon):
-                continue
+            if len(inspect.signature(module.forward).parameters) > 1 or (tried and not _agrees(module, epsilon)):
+                continue  # a gated norm, or one of another formula
             module.forward = _forward(module, module.forward, epsilon)
             replaced += 1
     return replaced
@@ -144,148 +136,6 @@ def _forward(
     return forward
 
 
-class _Pad(torch.autograd.Function):
-    """[n, …] → [cells, …]. Padding cells have no gradient, so the backward pass gathers instead of summing."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(scatter)
-        return flat.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (scatter,) = ctx.saved_tensors
-        return gradient.index_select(0, scatter), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """[cells, …] → [n, …], the inverse of `_Pad` on real cells."""
-
-    @staticmethod
-    def forward(ctx: Any, cells: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(scatter)
-        ctx.cells = cells.shape[0]
-        return cells.index_select(0, scatter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (scatter,) = ctx.saved_tensors
-        whole = gradient.new_zeros((ctx.cells, *gradient.shape[1:]))
-        return whole.index_copy_(0, scatter, gradient), None
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    spans: Sequence[Span] | None = None,
-    context: Context | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention for the interface of transformers: query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D].
-
-    Args:
-        context: with one, T are this rank's positions of the row that the spans cover.
-    """
-    if spans is None:
-        raise ConfigError(
-            "This model was loaded for packed training and is called without spans. Use forward.log_probs."
-        )
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unsupported or (sliding_window is not None and sliding_window < max(span.reach for span in spans)):
-        what = ", ".join(unsupported) or f"a sliding window of {sliding_window} tokens"
-        raise ConfigError(
-            f"The model's attention uses {what}, which packing does not know. Set train.packing to false."
-        )
-    if context is not None:
-        query, key, value = context.heads(query, key, value)
-    sizes = [span.stop - span.start for span in spans]
-    # one split, whose backward is one concatenation; with slices, each span would fill the row with zeros
-    queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
-    parts = []
-    for span, q, k, v in zip(spans, queries, keys, values, strict=True):
-        parts.append(_attend(span, q, k, v, _before(span, spans, keys, values), scaling))
-    whole = (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
-    return (whole if context is None else context.positions(whole)), None
-
-
-def _before(
-    span: Span, spans: Sequence[Span], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return key and value of everything before each sequence of a span, first to last; None at the start."""
-    numbers: list[int] = []
-    while span.prompt is not None:
-        numbers.insert(0, span.prompt)
-        span = spans[span.prompt]
-    if len(numbers) < 2:
-        return (keys[numbers[0]], values[numbers[0]]) if numbers else None
-    return torch.cat([keys[number] for number in numbers]), torch.cat([values[number] for number in numbers])
-
-
-def _attend(
-    span: Span,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    prompt: tuple[torch.Tensor, torch.Tensor] | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Compute causal attention of one span: [stop - start, heads, D] each → [stop - start, H, D].
-
-    Args:
-        prompt: key and value of the prompt before each sequence of the span, [its length, K, D].
-    """
-    q, k, v = (_rectangle(span, tensor) for tensor in (query, key, value))
-    if prompt is not None:
-        k, v = (
-            torch.cat((before.transpose(0, 1).expand(span.count, -1, -1, -1), own), dim=2)
-            for before, own in zip(prompt, (k, v), strict=True)
-        )
-    out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=span.visible,
-        is_causal=prompt is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    flat = out.transpose(1, 2).reshape(span.count * span.length, *query.shape[1:])
-    return flat if span.scatter is None else _Unpad.apply(flat, span.scatter)
-
-
-def _rectangle(span: Span, flat: torch.Tensor) -> torch.Tensor:
-    """[stop - start, heads, D] → [count, heads, length, D]."""
-    if span.gather is not None:
-        flat = _Pad.apply(flat, span.gather, span.scatter)
-    return flat.reshape(span.count, span.length, *flat.shape[1:]).transpose(1, 2)
-
-
-def check_packable(model: PreTrainedModel) -> None:
-    """Refuse a model in which a packed sequence could see its neighbour.
-
-    Raises:
-        ConfigError: the model has layers other than full attention, or does not accept another attention function.
-    """
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    if other or not model._supports_attention_backend:
-        what = f"layers of kind {', '.join(other)}" if other else "its own attention code"
-        raise ConfigError(
-            f"{type(model).__name__} has {what}, where packed sequences would mix. Set train.packing to false."
-        )
-
-
-def register_packed_attention() -> None:
-    """Register the attention with transformers; repeating it changes nothing."""
-    AttentionInterface.register(PACKED, packed_attention)
-
-
 def put_value_head(model: PreTrainedModel) -> None:
     """Replace the output layer by a value head: hidden states to one value, initially 0."""
     width = model.get_output_embeddings().weight.shape[1]
@@ -302,7 +152,7 @@ def restore_value_head(model: PreTrainedModel, directory: Path) -> None:
         DataError: the files have no head.
     """
     own = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
-    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
+    parameters = {file_name(model, name): p for name, p in model.named_parameters() if id(p) in own}
     try:
         for name, value in saved_tensors(directory, "model"):
             if (parameter := parameters.pop(name, None)) is not None:
@@ -372,14 +222,16 @@ def hold_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> None:
 
 def used_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> list[torch.nn.Parameter]:
     """Return the matrices that bfloat16 passes use only in this type: those of linear layers with autocast, all with FSDP2.
-    Embeddings and matrices tied to them are excluded, because autocast reads them unconverted."""
+    Embeddings and matrices tied to them are excluded, because autocast reads them unconverted; so are those of towers,
+    which keep the type of their files."""
 
     def of(kind: type[torch.nn.Module]) -> set[int]:
         modules = (module for module in model.modules() if isinstance(module, kind))
         return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
     looked_up, multiplied = of(torch.nn.Embedding), of(torch.nn.Module if sharded else torch.nn.Linear)
-    return [p for p in model.parameters() if p.ndim > 1 and id(p) in multiplied - looked_up]
+    towers = {id(parameter) for parameter in frozen_towers(model).values()}
+    return [p for p in model.parameters() if p.ndim > 1 and id(p) in multiplied - looked_up - towers]
 
 
 def merged(model: PreTrainedModel) -> SavedTensors:
@@ -441,6 +293,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides by it, whatever it says
         lora_dropout=0.0,
         target_modules=list(config.target_modules),
+        exclude_modules=_inside_towers(model),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -464,6 +317,12 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     model.eval()
 
 
+def _inside_towers(model: PreTrainedModel) -> str | None:
+    """Return a pattern of the modules that get no adapter; None for a text model."""
+    names = "|".join(map(re.escape, frozen_modules(model)))
+    return rf"({names})(\..*)?" if names else None
+
+
 @contextmanager
 def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
     """Replace empty parameters by small stand-ins, because peft places an adapter on the device of its layer's
@@ -483,10 +342,15 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
             module._parameters.update(parameters)
 
 
-def under_adapter(name: str, adapted: Collection[str]) -> str:
-    """Return the name of a weight in a model in which these layers are adapted."""
+def under_adapter(name: str, adapted: Collection[str], parameter: str | None = None) -> str:
+    """Return the name of a weight in a model in which these layers are adapted.
+
+    Args:
+        parameter: the weight's name in the model, if it is another in its file.
+    """
     owner, _, leaf = name.rpartition(".")
-    return f"{owner}.base_layer.{leaf}" if owner in adapted else name
+    layer = (parameter or name).rpartition(".")[0]
+    return f"{owner}.base_layer.{leaf}" if layer in adapted else name
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, Any]:

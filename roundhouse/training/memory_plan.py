@@ -9,6 +9,8 @@ tensors.
                            fewer. Under an adapter: only its own gradients, and with bfloat16 2 bytes for frozen
                            matrices
     moments                8 bytes per trained parameter, spread; in 8 bits 2 1/16 of those in blocks
+    frozen towers          of a composite model, in the number format that config.json states, spread; again for a reference
+                           and a critic, which are loaded whole. The other lines count the language model alone
     reference              4 bytes per parameter, or 2 for matrices but embeddings with bfloat16, spread; 0 if it is the policy
                            without its adapter
     critic                 12 bytes per parameter (fewer in 8 bits), spread, with the policy's size without its output layer;
@@ -41,21 +43,20 @@ from torch.utils._pytree import tree_leaves
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
-from roundhouse.imports import lean_transformers
 from roundhouse.pretrained import build_model
 from roundhouse.training.context_parallel import Context, refuse_unfit_heads
 from roundhouse.training.forward import Scorer
+from roundhouse.training.language_model import frozen_towers, language_model
 from roundhouse.training.layers import (
-    PACKED,
     attach,
     checkpoint_activations,
     decoder_layers,
     hold_in_bfloat16,
-    register_packed_attention,
     replace_norms,
     used_in_bfloat16,
 )
 from roundhouse.training.optimizer import BLOCK, in_blocks
+from roundhouse.training.packed_attention import PACKED, check_packable, register_packed_attention, try_packed_pass
 from roundhouse.training.packing import Microbatch, Span
 from roundhouse.training.parallel import refuse_uneven
 from roundhouse.training.tensor_parallel import (
@@ -64,9 +65,6 @@ from roundhouse.training.tensor_parallel import (
     refuse_unfit_shape,
     refuse_without_plan,
 )
-
-with lean_transformers():
-    from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -152,20 +150,23 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     refuse_unfit_layout(model, train)
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
     over = ranks // (tensor * replicas)  # ranks that share a rank's part of the model
+    towers = frozen_towers(built.model)
+    tower_bytes = sum(parameter.numel() * parameter.itemsize for parameter in towers.values())
     with built.mode:
-        whole = sum(parameter.numel() for parameter in built.model.parameters())
+        whole = _language_numel(built.model)
         trained = sum(parameter.numel() for parameter in built.model.parameters() if parameter.requires_grad)
         learns = [parameter.shape for parameter in built.model.parameters() if parameter.requires_grad]
         low = _frozen_low(built.model, train, sharded=ranks > 1)
         if experts > 1:
             _leave_experts_of_one(built.model, experts)
-        numel = sum(parameter.numel() for parameter in built.model.parameters())
+        numel = _language_numel(built.model)
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(built.model)]
     at_peak, logits_at_peak = _peak(built, train, tokens, sharded=ranks > 1)
     adapter = whole - trained if train.lora is not None else 0
     reference = train.algorithm.reference_source is not None and not train.reference_is_frozen
     section = train.algorithm.critic_section
     critic = 0 if section is None else _of_critic(model, built.model)
+    copies = 1 + reference + (section is not None)
     eight = section is not None and section.optimizer.moments == "8-bit"
     learning = max(trained, critic)
     bytes_ = {
@@ -174,10 +175,11 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         "moments": _moments(learns, train.optimizer) // over,
         "critic": int((4 + (_IN_BLOCKS if eight else 8)) * critic) // over,
         "reference": (4 * (adapter or whole) - 2 * low) // over if reference else 0,
+        "frozen towers": copies * tower_bytes // over,
     }
     passing = {"activations": at_peak - logits_at_peak, "logits": logits_at_peak}
     if ranks > 1:
-        element, root, layer = built.model.dtype.itemsize, numel - sum(layers), max(layers)
+        element, root, layer = language_model(built.model).dtype.itemsize, numel - sum(layers), max(layers)
         share = 1 - (whole - numel) / learning if trained == whole else 1.0  # of gradients; experts may be frozen
         reducing = {
             "gathered weights": element * (root + 2 * layer + max(root, layer)),
@@ -191,7 +193,9 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
         bytes_ = max(after_reduction | passing, bytes_ | reducing, key=lambda each: sum(each.values()))
     else:
         bytes_ |= passing
-    parameters = whole if tensor == 1 else sum(parameter.numel() for parameter in _without_bytes(model).parameters())
+    parameters = whole + sum(tower.numel() for tower in towers.values())
+    if tensor > 1:
+        parameters = sum(parameter.numel() for parameter in _without_bytes(model).parameters())
     return MemoryPlan(parameters, ranks, tokens, {kind: size for kind, size in bytes_.items() if size})
 
 
@@ -203,8 +207,11 @@ def _frozen_low(model: PreTrainedModel, train: TrainConfig, *, sharded: bool) ->
 
 def _adapts_low(model: PreTrainedConfig, train: TrainConfig) -> bool:
     """Return whether an adapter's frozen model is held so, too."""
-    published = str(model.get_text_config().dtype or model.dtype).removeprefix("torch.")
-    return train.lora is not None and train.dtype == published == "bfloat16"
+    return train.lora is not None and train.dtype == _published_dtype(model) == "bfloat16"
+
+
+def _published_dtype(model: PreTrainedConfig) -> str:
+    return str(model.get_text_config().dtype or model.dtype).removeprefix("torch.")
 
 
 def _moments(shapes: Iterable[torch.Size], optimizer: OptimizerConfig) -> int:
@@ -220,25 +227,36 @@ _IN_BLOCKS = 2 * (1 + 4 / BLOCK)
 def _of_critic(shape: PreTrainedConfig, policy: PreTrainedModel) -> int:
     """Parameters of a critic on this model: one output in the place of one for each token."""
     text = shape.get_text_config()
-    output = 0 if text.tie_word_embeddings else policy.get_output_embeddings().weight.numel()
+    output = 0 if shape.tie_word_embeddings else policy.get_output_embeddings().weight.numel()
     adapters = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" in name)
-    return sum(p.numel() for p in policy.parameters()) - adapters - output + text.hidden_size + 1
+    return _language_numel(policy) - adapters - output + text.hidden_size + 1
+
+
+def _language_numel(model: PreTrainedModel) -> int:
+    """Count the parameters of the language model."""
+    towers = sum(parameter.numel() for parameter in frozen_towers(model).values())
+    return sum(parameter.numel() for parameter in model.parameters()) - towers
 
 
 def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
-    """Refuse a model that the ranks of `train.service` cannot share.
+    """Refuse a model that the ranks of `train.service` cannot share, or that cannot be packed.
 
     Raises:
-        ConfigError: its heads, inner features or experts do not divide, or transformers has no plan that splits it.
+        ConfigError: packed sequences would mix in its layers, its heads, inner features or experts do not divide, or
+            transformers has no plan that splits it.
     """
     context, tensor, _, experts = train.parallelism.values()
+    without_bytes = _without_bytes(model, packed=train.packing)
+    if train.packing:
+        check_packable(without_bytes)
+        try_packed_pass(without_bytes)
     if tensor > 1:
         refuse_unfit_shape(model, tensor)
-        refuse_without_plan(_without_bytes(model))
+        refuse_without_plan(without_bytes)
     if context > 1:
         refuse_unfit_heads(model, context, tensor)
     if experts > 1:
-        refuse_unfit_experts(_without_bytes(model), experts)
+        refuse_unfit_experts(without_bytes, experts)
 
 
 def _leave_experts_of_one(model: PreTrainedModel, ranks: int) -> None:
@@ -275,10 +293,13 @@ def tensors_of(model: PreTrainedConfig) -> int:
     return count
 
 
-def _without_bytes(model: PreTrainedConfig) -> PreTrainedModel:
+def _without_bytes(model: PreTrainedConfig, *, packed: bool = False) -> PreTrainedModel:
+    attention = {"attn_implementation": PACKED} if packed else {}
+    if packed:
+        register_packed_attention()
     with torch.device("meta"):
-        model_on_meta: PreTrainedModel = build_model(AutoModelForCausalLM, model)
-    return model_on_meta
+        model_on_meta: PreTrainedModel = build_model(copy.deepcopy(model), **attention)
+    return model_on_meta.eval()
 
 
 def _split(model: PreTrainedConfig, tensor: int) -> PreTrainedConfig:
@@ -356,11 +377,13 @@ def _fake_model(config: PreTrainedConfig, train: TrainConfig, *, sharded: bool) 
     compute = torch.bfloat16 if sharded and train.dtype == "bfloat16" else torch.float32
     with torch.device("meta"):
         model = build_model(
-            AutoModelForCausalLM,
             copy.deepcopy(config),  # transformers writes the dtype into it
             dtype=compute,
-            attn_implementation=PACKED if train.packing else "sdpa",
+            **({"attn_implementation": PACKED} if train.packing else {}),
         ).eval()
+        for tower in frozen_towers(model).values():
+            tower.requires_grad_(False)
+            tower.data = tower.data.to(torch.bfloat16 if _published_dtype(config) == "bfloat16" else torch.float32)
         attach(model, train.lora, None, Path())
     if _adapts_low(config, train):
         hold_in_bfloat16(model, sharded=sharded)

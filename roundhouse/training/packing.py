@@ -34,6 +34,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from roundhouse.training.language_model import frozen_towers
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -50,11 +52,12 @@ class CostModel:
 
 def cost_model(model: Any) -> CostModel:
     """The cost of a causal language model of transformers."""
-    config = model.config
+    config = model.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
-    embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    weights = sum(parameter.numel() for parameter in model.parameters()) - embedding
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    frozen = sum(parameter.numel() for parameter in frozen_towers(model).values())
+    weights = sum(parameter.numel() for parameter in model.parameters()) - embedding - frozen
     return CostModel(weights / (config.num_hidden_layers * width))
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roundhouse.errors import ConfigError
+from roundhouse.training.language_model import is_composite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,11 @@ def refuse_without_plan(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: it is such a model.
     """
+    if is_composite(model):
+        raise ConfigError(
+            f"train.service.tensor_parallel is set, but {type(model).__name__} has towers beside its language model, which are "
+            "not split. Set it to 1."
+        )
     styles = {style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
     if "colwise" not in styles or styles - {"colwise", "rowwise", _PARTIAL}:
         what = f"splits its layers by {', '.join(sorted(styles))}" if styles else "has no plan to split its layers"
@@ -86,6 +92,10 @@ def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
         ConfigError: names the mismatch and the sizes that fit.
     """
     key, plan = f"train.service.expert_parallel is {size}", model.ep_plan or {}
+    if is_composite(model):
+        raise ConfigError(
+            f"{key}, but {type(model).__name__} has towers beside its language model, with which that is untested. Set it to 1."
+        )
     if set(plan.values()) != {"grouped_gemm", "ep_dispatch_experts"}:
         what = (
             f"spreads its experts by {', '.join(sorted({*plan.values()}))}"

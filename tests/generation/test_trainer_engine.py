@@ -30,7 +30,7 @@ from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import WEIGHTS_DIGEST, Reference, StageKind, read_manifest, read_table
-from roundhouse.training.layers import PACKED
+from roundhouse.training.packed_attention import PACKED
 from roundhouse.training.service.engine import TrainEngine
 
 pytestmark = pytest.mark.real

@@ -48,10 +48,17 @@ def test_no_directory_or_a_file_in_its_place_is_refused_with_the_way_out(tmp_pat
     assert "is a file" in refused(tmp_path / "file")
 
 
-def test_a_model_that_sees_or_hears_is_refused_since_only_text_is_trained_on(model: Path) -> None:
+def test_a_model_that_sees_needs_its_text_configuration_and_its_processor(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vision_config": {"depth": 2}}))
-    assert "a model of more than text (vision_config in config.json)" in refused(model)
+    assert "config.json has vision_config and no text_config" in refused(model)
+    with_towers = {"model_type": "gemma3", "vision_config": {"depth": 2}, "text_config": config}
+    (model / "config.json").write_text(json.dumps(with_towers))
+    assert "preprocessor_config.json is missing" in refused(model)
+    (model / "preprocessor_config.json").write_text("{}")
+    check_model_directory(model)
+    with pytest.raises(ConfigError, match=r"max_model_len is 1000000, .* positions"):
+        check_model_directory(model, 1_000_000)
 
 
 def with_settings(directory: Path, **settings: Any) -> None:

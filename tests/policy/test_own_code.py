@@ -37,7 +37,7 @@ def test_a_directory_with_code_of_its_own_is_refused(directory: Path, kind: type
 def test_a_model_with_code_of_its_own_is_not_built(directory: Path) -> None:
     shape = CLIPTextConfig(name_or_path=str(directory), auto_map={"AutoModelForCausalLM": "evil.Code"})
     with pytest.raises(ConfigError, match="its own code"):
-        build_model(AutoModelForCausalLM, shape)
+        build_model(shape)
     assert not (directory / "executed").exists()
 
 

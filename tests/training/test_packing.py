@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config
 
 from roundhouse.errors import ConfigError
 from roundhouse.training.batch import TrainingSequences
@@ -16,6 +15,7 @@ from roundhouse.training.checkpoint import load_model
 from roundhouse.training.forward import Scorer, recompute_log_probs
 from roundhouse.training.packing import Microbatch, build_microbatches, pack
 from tests.training import reference
+from tests.training.families import FAMILIES
 from tests.training.tiny import plain_model, record, records, sequences
 
 CPU = torch.device("cpu")
@@ -191,27 +191,13 @@ def test_a_packed_model_called_without_spans_says_what_to_do(model_dir: Path) ->
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
-def test_a_sliding_window_shorter_than_a_sequence_is_refused_when_packed(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
-        intermediate_size=16, use_sliding_window=True, sliding_window=4, max_window_layers=0,
-        layer_types=["sliding_attention"],
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    batch = sequences()
-    with pytest.raises(ConfigError, match=r"sliding window of 4 .*train.packing"):
-        recompute_log_probs(Scorer(load_model(tmp_path, packed=True, device=CPU)), batch, trained=batch.loss_mask)
-    assert np.isfinite(
-        recompute_log_probs(Scorer(load_model(tmp_path, packed=False, device=CPU)), batch, trained=batch.loss_mask)
-    ).all()
-
-
-def test_attention_sinks_are_refused_when_packed(tmp_path: Path) -> None:
-    config = GptOssConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
-        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"],
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    batch = sequences()
-    with pytest.raises(ConfigError, match=r"s_aux.*train.packing"):
-        recompute_log_probs(Scorer(load_model(tmp_path, packed=True, device=CPU)), batch, trained=batch.loss_mask)
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2"])
+def test_windows_sinks_and_caps_hold_across_shared_prompts(model_type: str, tmp_path: Path) -> None:
+    [family] = [family for family in FAMILIES if family.model_type == model_type]
+    directory = family.save(tmp_path)
+    batch = TrainingSequences.from_records(shared_prompts())
+    packed, alone = (
+        recompute_log_probs(Scorer(load_model(directory, packed=packed, device=CPU)), batch, trained=batch.loss_mask)
+        for packed in (True, False)
+    )
+    np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-5)

@@ -20,6 +20,7 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.pretrained import caps_scores
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
 from roundhouse.store.stage import ModelFiles
@@ -46,6 +47,7 @@ from roundhouse.training.forward import (
     recompute_log_probs,
     vocabulary_size,
 )
+from roundhouse.training.language_model import frozen_modules
 from roundhouse.training.layers import (
     BASE,
     attach,
@@ -123,7 +125,7 @@ class TrainEngine:
         return threads_for(parameters, self.config.threads, processes=self.ranks.here)
 
     def facts(self) -> ModelFacts:
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return ModelFacts(vocabulary_size(self.model), positions, reproducible=self.device.type == "cpu")
 
     def forward(self, batch: TokenBatch, role: Role = Role.POLICY) -> np.ndarray:
@@ -314,7 +316,8 @@ class TrainEngine:
         scorer = self._scorer(Role.POLICY)
         model, attention = scorer.model, scorer.model.config._attn_implementation
         recomputing = [module for module in model.modules() if module.training]
-        model.config._attn_implementation = "sdpa"
+        fused = model._supports_sdpa and not caps_scores(model.config)
+        model.config._attn_implementation = "sdpa" if fused else "eager"
         for module in recomputing:
             module.training = False
         low = scorer.dtype == torch.bfloat16
@@ -455,7 +458,8 @@ class TrainEngine:
             context=self.ranks.context,
         )
         if sharded:
-            shard(scorer, decoder_layers(model), self.ranks, self.device.type, self.config.dtype)
+            parts = [*decoder_layers(model), *frozen_modules(model).values()]  # no pass gathers the frozen ones
+            shard(scorer, parts, self.ranks, self.device.type, self.config.dtype)
         return scorer
 
     @contextmanager
