@@ -402,7 +402,8 @@ def test_a_layout_that_cannot_work_is_refused(kind: str) -> None:
         parse_config({"run_id": "a", "train": padded})
     both = {"service": {"kind": kind, "processes": 4, "context_parallel": 2, "tensor_parallel": 4}}
     with pytest.raises(
-        ConfigError, match=r"context_parallel is 2 x train\.service\.tensor_parallel 4, but .* Set processes to 8"
+        ConfigError,
+        match=r"context_parallel is 2 x train\.service\.tensor_parallel 4, which does not divide .* Set processes to 8",
     ):
         parse_config({"run_id": "a", "train": both})
     unsharded = {"service": {"kind": kind, "processes": 2, "tensor_parallel": 2}}
