@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from roundhouse.config.loading import apply_override, load_config, parse_config
-from roundhouse.config.models import LocalInfra, RunConfig
+from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.infra.consents import refuse_unaccepted_code
 from roundhouse.replays import replay
@@ -386,6 +386,6 @@ class ReplayForm(RunForm):
 
 def _at(config: RunConfig, state: str | None) -> RunConfig:
     """Return the configuration with these local services, if it uses local ones."""
-    if state is None or not isinstance(config.infra, LocalInfra):
+    if state is None or not config.infra.runs_here:
         return config
     return config.model_copy(update={"infra": config.infra.model_copy(update={"state": state})})

@@ -28,6 +28,9 @@ def measures(root: Path) -> dict[str, object]:
         "longest function": lengths[-1],
         "private helpers called once, per 1,000 lines": round(1000 * sum(map(called_once, trees.values())) / lines, 1),
         "class names used for several things": sorted(name for name, count in classes.items() if count > 1),
+        "tests of a configuration's kind outside of config": kind_tests(
+            {path.relative_to(root): tree for path, tree in trees.items()}
+        ),
         "package cycles": cycles({path.relative_to(root): tree for path, tree in trees.items()}),
     }
 
@@ -48,6 +51,32 @@ def called_once(tree: ast.Module) -> int:
     used = Counter(node.id if isinstance(node, ast.Name) else node.attr for node in loads)
     private = [name for name in names if name.startswith("_") and not name.startswith("__")]
     return sum(names[name] == 1 and used[name] == 1 for name in private)
+
+
+def kind_tests(trees: dict[Path, ast.Module]) -> int:
+    """Calls of isinstance and issubclass with a section of the configuration, in modules outside of `roundhouse/config/`."""
+    config = Path("roundhouse/config")
+    declared = [node for path, tree in trees.items() if path.parent == config for node in tree.body]
+    bases = {
+        node.name: {each.id for each in node.bases if isinstance(each, ast.Name)}
+        for node in declared
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def is_section(name: str) -> bool:
+        return name == "Section" or any(is_section(base) for base in bases.get(name, ()))
+
+    calls = (
+        node
+        for path, tree in trees.items()
+        if path.parent != config
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass")
+    )
+    names = ({node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)} for call in calls)
+    return sum(any(is_section(name) for name in each) for each in names)
 
 
 def cycles(trees: dict[Path, ast.Module]) -> list[list[str]]:

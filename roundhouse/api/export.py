@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundhouse.api.model_card import model_card
-from roundhouse.config.training import PretrainedPolicy
 from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.store.directories import DIGESTS, download_files
 from roundhouse.store.location import Location
@@ -181,8 +180,8 @@ def _write_adapter(run: Run, checkpoint: Reference, directory: Path, target: Pat
         Location(checkpoint.uri), {n: e for n, e in _side_files(checkpoint).items() if n != "config.json"}, directory
     )
     policy, base = run.config.policy, str(target / BASE_STEM)
-    if isinstance(policy, PretrainedPolicy) and run.parent is None and (Path(policy.path) / "config.json").is_file():
-        base = str(Path(policy.path).resolve())
+    if policy.model is not None and run.parent is None and (Path(policy.model) / "config.json").is_file():
+        base = str(Path(policy.model).resolve())
     else:
         frozen = {
             name: entry for name, entry in own.items() if re.fullmatch(rf"{BASE_STEM}(-\d+-of-\d+)?\.safetensors", name)

@@ -223,6 +223,15 @@ class TokenLoss(Section):
         """The setting that is right for one optimizer step an iteration alone, as `key: value`, if there is one."""
         return None
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Return the bounds of the mismatch correction; None for an algorithm that does not weigh tokens by the policy."""
+        return None
+
+    def by_environment(self) -> dict[str, Self]:
+        """Return the algorithms of the environments of a mixture that differ, by the environment's name."""
+        return {}
+
     @model_validator(mode="before")
     @classmethod
     def _estimator(cls, values: Any) -> Any:
@@ -363,6 +372,9 @@ class PolicyGradient(TokenLoss):
                     f"environments.{name}.{key} is {value}, but the run's algorithm has no key {key}. Leave it out."
                 )
         return type(self).model_validate(self.model_dump(exclude={"environments"}) | own)
+
+    def by_environment(self) -> dict[str, Self]:
+        return {name: self.of_environment(name) for name in self.environments}
 
     @property
     def bounds(self) -> tuple[float, float]:

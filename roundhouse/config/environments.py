@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -193,6 +195,40 @@ class EnvironmentSection(Section):
         """Return an error with its remedy if tasks, tools and verifier cannot be loaded into this process."""
         return ""
 
+    def has_heldout(self, read: bool) -> bool | None:
+        """Return whether held-out tasks exist, as far as the section shows; None if they have to be listed.
+
+        Args:
+            read: rows in a store or on a hub may be read.
+        """
+        return getattr(self, "heldout_fraction", 1) > 0 if self.is_included else None
+
+
+def _has_rows(train: str | None, heldout: str | None, read: bool) -> bool | None:
+    """Return whether a file of held-out rows is named, if one of the files is not to be read."""
+    return None if read or not any("://" in (uri or "") for uri in (train, heldout)) else heldout is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTraits:
+    """Traits of a plug-in of the role `environment`."""
+
+    servers: str | Callable[..., Any] | None = None
+    """Context manager of (run, section, URL of the engine, directory of logs) whose servers run as long as the run does; it
+    yields their address."""
+    check_pods: str | Callable[..., Any] | None = None
+    """Function of (section, section `infra`) that raises a ConfigError if these servers cannot run in pods."""
+
+
+NEMO_GYM = EnvironmentTraits(
+    "roundhouse.compat.nemo_gym.owned:owned_servers", "roundhouse.compat.nemo_gym.owned:refuse_unfit_pods"
+)
+
+
+def environment_traits(section: EnvironmentSection) -> EnvironmentTraits:
+    """Return the traits of a section's plug-in."""
+    return plugins.traits("environment", section.kind) or EnvironmentTraits()
+
 
 class FileEnvironment(EnvironmentSection):
     """Base of environments with task rows in files."""
@@ -258,6 +294,9 @@ class RemoteEnvironment(FileEnvironment):
     def elsewhere(self) -> str:
         return _in_a_server(self.kind, self.url)
 
+    def has_heldout(self, read: bool) -> bool | None:
+        return _has_rows(self.train_tasks, self.heldout_tasks, read)
+
 
 class AgentEnvironment(FileEnvironment):
     """An agent server (POST /run plays a whole rollout); it reaches the policy through a separate model server."""
@@ -313,6 +352,9 @@ class AgentEnvironment(FileEnvironment):
 
     def elsewhere(self) -> str:
         return _in_a_server(self.kind, self.url)
+
+    def has_heldout(self, read: bool) -> bool | None:
+        return _has_rows(self.train_tasks, self.heldout_tasks, read)
 
 
 class CalculatorEnvironment(IncludedEnvironment):
@@ -530,6 +572,9 @@ class WorkerEnvironment(EnvironmentSection):
             "be served. Set policy.kind to pretrained."
         )
 
+    def has_heldout(self, read: bool) -> bool | None:
+        return _has_rows(self.train_data, self.heldout_data, read)
+
 
 class CommandEnvironment(FileEnvironment):
     """Rollouts played by a program. It starts once per rollout and calls the policy at a separate base URL."""
@@ -642,6 +687,9 @@ class DatasetEnvironment(EnvironmentSection):
             )
         return self
 
+    def has_heldout(self, read: bool) -> bool | None:
+        return self.heldout > 0 if not read and ("://" in self.data or data_source(self.data) is not None) else None
+
 
 SingleEnvironment = Annotated[EnvironmentSection, Kinds("environment", besides=("mixture",))]
 
@@ -692,6 +740,10 @@ class MixtureEnvironment(Section):
                         f"of its data file. Leave environment.{key} out."
                     )
         return self
+
+    def has_heldout(self, read: bool) -> bool | None:
+        """Return None: the tasks have to be listed."""
+        return None
 
     def elsewhere(self) -> str:
         """Return an error: the environments of a mixture are loaded one by one."""

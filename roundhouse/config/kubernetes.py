@@ -6,7 +6,7 @@ Invariant: these keys change the place and limits of the work, never its result.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -178,6 +178,8 @@ class RayServiceEngine(Section):
 class KubernetesInfra(Section):
     """Pods of a cluster. The flow itself runs in one of them, or elsewhere with a kubeconfig."""
 
+    runs_here: ClassVar[bool] = False
+    """As of `LocalInfra`."""
     kind: Literal["kubernetes"] = "kubernetes"
     state: Code[str] = ".roundhouse"
     """Directory on the flow's own machine, for its cache."""

@@ -3,7 +3,7 @@ services."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -240,6 +240,8 @@ class RayCluster(Section):
 class LocalInfra(Section):
     """Processes on this machine, Ray local."""
 
+    runs_here: ClassVar[bool] = True
+    """Engine, trainer and sandboxes use this machine."""
     kind: Literal["local"] = "local"
     state: Code[str] = ".roundhouse"
     """Directory of service state and logs."""

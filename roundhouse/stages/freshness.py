@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from roundhouse.config.algorithms import PolicyGradient
 from roundhouse.config.models import RunConfig
 from roundhouse.config.rollout import OfflineConfig
 from roundhouse.errors import DataError
@@ -121,7 +120,7 @@ def judge(config: RunConfig, found: Freshness) -> list[str]:
 def judge_importance(config: RunConfig, found: Importance) -> list[str]:
     """The same of the importance weights alone."""
     bounds = _bounds(config)
-    if not isinstance(config.train.algorithm, PolicyGradient):
+    if (correction := config.train.algorithm.bounds) is None:
         return []
     lines = []
     for what, share, count, key in (
@@ -134,7 +133,7 @@ def judge_importance(config: RunConfig, found: Importance) -> list[str]:
                 f"(offline.{key}={least:g})"
             )
     if found.clipped > bounds.max_clipped_fraction:
-        low, high = config.train.algorithm.bounds
+        low, high = correction
         lines.append(
             f"{found.clipped:.1%} of the importance weights lie outside of {low:g} to {high:g} "
             f"(offline.max_clipped_fraction={bounds.max_clipped_fraction:g})"
@@ -180,8 +179,7 @@ def drift(config: RunConfig, sequences: pa.Table, columns: pa.Table) -> Importan
 
 def bounds_of(config: RunConfig) -> tuple[float, float]:
     """Return the correction's bounds; without a correction, the default ones."""
-    algorithm = config.train.algorithm
-    return algorithm.bounds if isinstance(algorithm, PolicyGradient) else (0.5, 5.0)
+    return config.train.algorithm.bounds or (0.5, 5.0)
 
 
 def importance_metrics(found: Importance | None) -> dict[str, float]:

@@ -19,19 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from roundhouse import plugins
-from roundhouse.config.environments import (
-    AgentEnvironment,
-    CommandEnvironment,
-    DatasetEnvironment,
-    MixtureEnvironment,
-    NemoGymEnvironment,
-    RemoteEnvironment,
-    WorkerEnvironment,
-    environments_in,
-)
+from roundhouse.config.environments import RemoteEnvironment, environment_traits, environments_in
 from roundhouse.config.generation import Endpoint, training_endpoints, weight_updates
 from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.models import BundledPolicy, LocalInfra, PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
@@ -118,7 +109,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
     reads_rows = remote or has_local_rows(config.environment)
     task = first_task(config.environment) if reads_rows else None
     first = _first_prompt(config) if trains and reads_rows else None
-    if remote and isinstance(config.infra, LocalInfra):  # else sandboxes start elsewhere
+    if remote and config.infra.runs_here:  # else sandboxes start elsewhere
         check_sandboxes(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
@@ -183,7 +174,7 @@ def _refuse_unwritable_store(config: RunConfig) -> None:
 
 def _refuse_slow_bfloat16(config: RunConfig) -> None:
     """Refuse bfloat16 on a processor without instructions for it, which is about three times slower than float32."""
-    if isinstance(config.infra, LocalInfra) and not computes_bfloat16():
+    if config.infra.runs_here and not computes_bfloat16():
         generation, train = config.generation, config.train
         on_cpu = {
             "generation.dtype": generation.engine_url is None and generation.gpus_per_replica == 0 and generation.dtype,
@@ -281,14 +272,12 @@ def _refuse_unbranchable(config: RunConfig) -> None:
 
 
 def _refuse_unfit_pods(config: RunConfig) -> None:
-    """Refuse servers of a NeMo Gym of the run's own that cannot work in pods, on a cluster."""
+    """Refuse an environment's own servers that cannot work in pods, on a cluster."""
     if not isinstance(infra := config.infra, KubernetesInfra):
         return
     for environment in environments_in(config.environment).values():
-        if isinstance(environment, NemoGymEnvironment):
-            from roundhouse.compat.nemo_gym.owned import resolved_for_pods  # needed by this kind alone
-
-            resolved_for_pods(environment, infra, "http://engine")
+        if (check := environment_traits(environment).check_pods) is not None:
+            plugins.resolve(check)(environment, infra)
 
 
 def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:
@@ -390,21 +379,9 @@ def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: floa
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
     """Return whether held-out tasks exist. Read the files of rows and create the class of a custom environment."""
     environment = config.environment
-    if isinstance(environment, DatasetEnvironment) and not (remote or has_local_rows(environment)):
-        return environment.heldout > 0
-    if isinstance(environment, CommandEnvironment | MixtureEnvironment | NemoGymEnvironment) or not (
-        environment.is_included or environment.elsewhere()
-    ):
-        return any(True for _ in open_environment(environment).tasks("heldout"))
-    if isinstance(environment, AgentEnvironment | RemoteEnvironment):
-        rows = (environment.train_tasks, environment.heldout_tasks)
-    elif isinstance(environment, WorkerEnvironment):
-        rows = (environment.train_data, environment.heldout_data)
-    else:
-        return getattr(environment, "heldout_fraction", 1) > 0
-    if remote or not any("://" in (uri or "") for uri in rows):
-        return any(True for _ in open_environment(environment).tasks("heldout"))
-    return rows[1] is not None
+    if (known := environment.has_heldout(read=remote)) is not None:
+        return known
+    return any(True for _ in open_environment(environment).tasks("heldout"))
 
 
 def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, first: TaskRow | None) -> None:
@@ -449,7 +426,7 @@ def _refuse_no_torchvision(config: RunConfig, model: Path) -> None:
     """Refuse a composite model if vLLM, in this installation, cannot import its class, as also for text alone."""
     generation = config.generation
     here = generation.backend == "vllm" and generation.engine_url is None and generation.endpoint is None
-    if here and isinstance(config.infra, LocalInfra) and is_composite(model) and not find_spec("torchvision"):
+    if here and config.infra.runs_here and is_composite(model) and not find_spec("torchvision"):
         raise ConfigError(
             f"policy.path is {model}, a model with towers beside its language model, whose class in vLLM needs torchvision. "
             "Install the build for your torch (pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or "
@@ -494,12 +471,11 @@ _PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_mo
 
 def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
     """Refuse a model that cannot be packed, that the ranks cannot share, or that transformers does not know."""
-    policy, path = config.policy, getattr(config.policy, "path", "")
-    pretrained = isinstance(policy, PretrainedPolicy)
-    if pretrained and not remote and not Location(path).is_local:
+    path = config.policy.model
+    if path is not None and not remote and not Location(path).is_local:
         return
     spread = max(config.train.parallelism.values()) > 1
-    if not spread and (not pretrained or _model_type(path) in (None, *_PLAIN)):
+    if not spread and (path is None or _model_type(path) in (None, *_PLAIN)):
         return
     try:
         shape = shape_of(config)
@@ -538,9 +514,9 @@ def refuse_unfit_memory(config: RunConfig) -> None:
     train, policy = config.train, config.policy
     if not train.service.is_on_this_machine:
         return
-    if not isinstance(config.infra, LocalInfra) or not train.check_memory:
+    if not config.infra.runs_here or not train.check_memory:
         return
-    if not isinstance(policy, PretrainedPolicy) or not (source := model_location(Location(policy.path))).is_local:
+    if policy.model is None or not (source := model_location(Location(policy.model))).is_local:
         return
     if train.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
         import torch
@@ -574,7 +550,7 @@ def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:
     Raises:
         ConfigError: less memory is free.
     """
-    if not isinstance(config.infra, LocalInfra) or config.generation.engine_url is not None:
+    if not config.infra.runs_here or config.generation.engine_url is not None:
         return
     free = available_memory() / 2**30
     if free < needed_gib:

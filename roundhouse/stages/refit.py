@@ -19,9 +19,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roundhouse import plugins
 from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.engines import engine_traits
-from roundhouse.config.environments import NemoGymEnvironment, environments_in
+from roundhouse.config.environments import environment_traits, environments_in
 from roundhouse.config.generation import inflight_requests
 from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.operations import evaluation_sampling, with_set
@@ -295,26 +296,28 @@ def put_to_sleep(run: Run, checkpoint: Reference) -> list[ReplicaReport]:
 
 @contextmanager
 def own_gym(run: Run) -> Iterator[None]:
-    """Within the block the servers of `environment.kind: nemo_gym` run, with the engine as their model; all are healthy
-    at its beginning. Nothing is started for other kinds.
+    """Within the block the own servers of an environment run, such as those of `kind: nemo_gym`, with the engine as their
+    model; all are healthy at its beginning.
 
     Raises:
         ConfigError, InfraError: they cannot be started.
     """
     environments = [
-        each for each in environments_in(run.config.environment).values() if isinstance(each, NemoGymEnvironment)
+        each
+        for each in environments_in(run.config.environment).values()
+        if environment_traits(each).servers is not None
     ]
     if not environments:
         yield
         return
-    from roundhouse.compat.nemo_gym.owned import owned_servers
-
+    section: Any = environments[0]
+    servers = plugins.resolve(environment_traits(section).servers)
     announce("gym", text="starting")
     logs = (Path(run.config.infra.state) / "gym" / run.run_id).resolve()
-    patience = environments[0].start_timeout_seconds
+    patience = section.start_timeout_seconds
     with ExitStack() as stack:
         with ACTIVITY.track("gym", "servers", run.run_id, str(logs), patience):
-            url = stack.enter_context(owned_servers(run, environments[0], engine_service(run).url, logs))
+            url = stack.enter_context(servers(run, section, engine_service(run).url, logs))
         announce("gym", text=f"ready at {url}")
         yield
 

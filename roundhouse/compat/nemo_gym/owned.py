@@ -106,6 +106,11 @@ def resolved_for_pods(
     return resolution, found
 
 
+def refuse_unfit_pods(config: NemoGymEnvironment, infra: KubernetesInfra) -> None:
+    """Raise a ConfigError if the servers cannot run in pods."""
+    resolved_for_pods(config, infra, "http://engine")
+
+
 @contextmanager
 def owned_servers(run: Run, config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
     """The servers, for the time of the block, all healthy at its beginning; the head server's URL.

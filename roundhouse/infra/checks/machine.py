@@ -23,7 +23,7 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
 from roundhouse.config.environments import MixtureEnvironment
-from roundhouse.config.models import PretrainedPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.models import RunConfig, WarmStartPolicy
 from roundhouse.config.placement import trainer_machines
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
@@ -379,8 +379,8 @@ def shape_of(config: RunConfig) -> PreTrainedConfig | None:
             from roundhouse.policy.warm_start import write_engine_files
 
             write_engine_files(policy, demonstrating(config.environment), config.seed, Path(scratch))
-        elif isinstance(policy, PretrainedPolicy):
-            source = model_location(Location(policy.path))
+        elif policy.model is not None:
+            source = model_location(Location(policy.model))
             if "config.json" not in source.names():
                 return None
             source.download(["config.json"], Path(scratch))
@@ -392,9 +392,9 @@ def shape_of(config: RunConfig) -> PreTrainedConfig | None:
 
 def _weights_here(config: RunConfig) -> list[Path]:
     """The files of a pretrained policy that lie on this machine."""
-    if not isinstance(policy := config.policy, PretrainedPolicy):
+    if (model := config.policy.model) is None:
         return []
-    source = model_location(Location(policy.path))
+    source = model_location(Location(model))
     return sorted(source.local_path.glob("*.safetensors")) if source.is_local else []
 
 

@@ -24,7 +24,7 @@ from roundhouse.config.environments import (
     SingleEnvironment,
     environments_in,
 )
-from roundhouse.config.models import BundledPolicy, PolicyConfig, PretrainedPolicy, RunConfig
+from roundhouse.config.models import BundledPolicy, PolicyConfig, RunConfig
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments import check_sandboxes, first_task
 from roundhouse.errors import ConfigError, RoundhouseError
@@ -280,9 +280,9 @@ def _policy(policy: PolicyConfig, max_model_len: int) -> list[Finding]:
             file = bundled_file(policy.name)
             check_gguf(file)
             return [ok("policy", f"{policy.name}: {file}")]
-        if not isinstance(policy, PretrainedPolicy) or "://" in policy.path:
+        if policy.model is None or "://" in policy.model:
             return []
-        path = model_location(Location(policy.path)).local_path
+        path = model_location(Location(policy.model)).local_path
         if (gguf := gguf_file(path)) is not None:
             check_gguf(gguf)
         else:

@@ -31,7 +31,6 @@ from roundhouse.config.algorithms import (
     Aggregation,
     CustomAlgorithmConfig,
     MismatchCorrection,
-    PolicyGradient,
     TokenLoss,
 )
 from roundhouse.errors import ConfigError, DataError
@@ -302,9 +301,8 @@ def build_algorithm(config: TokenLoss) -> Algorithm:
             f"train.algorithm.kind is {config.kind}: {type(shared).__name__} of its plug-in has no {', '.join(lacking)}. "
             f"{_COMPLETE}"
         )
-    if not isinstance(config, PolicyGradient) or not config.environments:
-        return shared
-    return ByEnvironment(shared, {name: build_algorithm(config.of_environment(name)) for name in config.environments})
+    own = {name: build_algorithm(each) for name, each in config.by_environment().items()}
+    return ByEnvironment(shared, own) if own else shared
 
 
 def load_custom(config: CustomAlgorithmConfig) -> Algorithm:
