@@ -11,10 +11,10 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import has_ranks
 from roundhouse.config.secrets import read_secret
 from roundhouse.errors import ConfigError
-from roundhouse.training.service.verbs import Opening, TrainService
+from roundhouse.training.service.verbs import ServiceArguments, TrainService
 
 
-def open_resident(config: TrainConfig, opening: Opening) -> TrainService:
+def open_resident(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Open the trainer of this process, or ranks of a launcher.
 
     Raises:
@@ -22,18 +22,18 @@ def open_resident(config: TrainConfig, opening: Opening) -> TrainService:
         InfraError: the ranks do not start.
     """
     service: Any = config.service
-    if has_ranks(service) or opening.apart:
+    if has_ranks(service) or arguments.apart:
         from roundhouse.launch.resident_ranks import ResidentRanks
 
         return ResidentRanks(
-            config, service, owner=opening.owner, temperature=opening.temperature, at=opening.run_and_iteration
+            config, service, owner=arguments.owner, temperature=arguments.temperature, at=arguments.run_and_iteration
         )
     from roundhouse.training.service.engine import TrainEngine
 
-    return TrainEngine(config, temperature=opening.temperature)
+    return TrainEngine(config, temperature=arguments.temperature)
 
 
-def open_ray(config: TrainConfig, opening: Opening) -> TrainService:
+def open_ray(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Open an actor on a Ray cluster.
 
     Raises:
@@ -46,13 +46,13 @@ def open_ray(config: TrainConfig, opening: Opening) -> TrainService:
     return RayTrainService(
         config,
         service,
-        temperature=opening.temperature,
-        placement_group=opening.placement_group,
+        temperature=arguments.temperature,
+        placement_group=arguments.placement_group,
         open_engine=open_ranks,
     )
 
 
-def open_remote(config: TrainConfig, opening: Opening) -> TrainService:
+def open_remote(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Open a session at a server.
 
     Raises:
@@ -64,15 +64,15 @@ def open_remote(config: TrainConfig, opening: Opening) -> TrainService:
     return RemoteTrainService(
         service.url,
         config,
-        owner=opening.owner,
+        owner=arguments.owner,
         token=read_secret(service.token_variable, service.token_file),
-        temperature=opening.temperature,
+        temperature=arguments.temperature,
         timeout_seconds=service.timeout_seconds,
         retry_seconds=service.retry_seconds,
     )
 
 
-def open_tinker(config: TrainConfig, opening: Opening) -> TrainService:
+def open_tinker(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Open a training session of Tinker's API.
 
     Raises:
@@ -88,14 +88,14 @@ def open_tinker(config: TrainConfig, opening: Opening) -> TrainService:
     return TinkerTrainService(
         config.optimizer,
         TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
-        run=opening.owner,
+        run=arguments.owner,
         base_url=service.url,
         api_key=read_secret(service.token_variable, service.token_file),
         timeout_seconds=service.timeout_seconds,
     )
 
 
-def refuse_process(config: TrainConfig, opening: Opening) -> TrainService:
+def refuse_process(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Raise ConfigError: a process for each step has no verbs."""
     raise ConfigError(
         "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."

@@ -697,9 +697,9 @@ def open_service(
         ConfigError: the service is one process per step, which has no verbs, or a token cannot be read.
         InfraError: Ray cannot be reached, or ranks do not start.
     """
-    from roundhouse.training.service.verbs import Opening
+    from roundhouse.training.service.verbs import ServiceArguments
 
     opened: TrainService = plugins.factory("train_service", config.service.kind)(
-        config, Opening(owner, temperature, placement_group, at, apart)
+        config, ServiceArguments(owner, temperature, placement_group, at, apart)
     )
     return opened

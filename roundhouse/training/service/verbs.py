@@ -54,7 +54,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ServiceArguments:
     """Arguments of a train service beside the section `train`. A plug-in's factory is called with that section and this."""
 
     owner: str
