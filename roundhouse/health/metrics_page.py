@@ -33,7 +33,7 @@ METRICS = {
     "roundhouse_collect_planned": "Rollouts of the present collection.",
     "roundhouse_iteration": "The newest finished iteration.",
     "roundhouse_iteration_metric": "Its metrics, by name (docs/metrics.md).",
-    "roundhouse_recoveries_total": "What the run did after a failed iteration, by step and code (docs/failures.md).",
+    "roundhouse_recoveries_total": "Reactions of the run to a failed iteration, by step and code (docs/failures.md).",
     "roundhouse_alerts_total": "Alerts raised, by name.",
 }
 """Name -> meaning; docs/kubernetes-reference.md has the same."""

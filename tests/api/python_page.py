@@ -16,7 +16,7 @@ rh.query("SELECT iteration, avg(reward) FROM rollouts WHERE stage = 'collect' GR
 rows = run.rollouts(iteration=3, split="train")  # split: train, heldout, or one of evaluation.sets
 rows.filter(status="completed").to_pandas(["rollout_id", "reward", "messages"])
 run.turns(iteration=3)  # model calls: token IDs and log-probabilities
-run.sequences(iteration=3)  # what was trained on: token IDs, loss mask
+run.sequences(iteration=3)  # training data: token IDs, loss mask
 run.quarantine()  # what was kept from training, and why
 
 run.checkpoint().export("model/", dtype="bfloat16")  # the newest version; checkpoint(10), checkpoint("promoted")

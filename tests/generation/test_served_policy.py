@@ -209,7 +209,7 @@ async def test_a_run_of_foreign_agents_is_drawn_with_its_own_sampling_or_not_at_
     policy.require_sampling(Draw(4, temperature=0.8))
     policy.require_sampling(Draw(4, temperature=0))
     for other in (Draw(4, temperature=0.3), Draw(4, 0.8, top_p=0.9), Draw(4, 0.8, top_k=5), Draw(4)):
-        with pytest.raises(SamplingRefused, match="draws with"):
+        with pytest.raises(SamplingRefused, match="samples with"):
             policy.require_sampling(other)
     await policy.apply(DesiredPolicy(policy_version=1, weights=weights, request=2))
     policy.require_sampling(Draw(4, temperature=0.3))

@@ -101,9 +101,9 @@ def test_each_environment_of_a_mixture_keeps_its_share_and_draws_by_its_own_diff
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"epochs": 2}, "epochs is 2.*draws by difficulty.*Leave epochs out"),
-        ({"shuffle": False}, "shuffle is False.*Leave shuffle out"),
-        ({"drop_last": True}, "drop_last is True.*Leave drop_last out"),
+        ({"epochs": 2}, "epochs is 2.*draws by difficulty.*Remove epochs"),
+        ({"shuffle": False}, "shuffle is False.*Remove shuffle"),
+        ({"drop_last": True}, "drop_last is True.*Remove drop_last"),
         ({"curriculum": {"kind": "success_band", "band": [0.8, 0.2]}}, "holds no rate.*lower bound first"),
         ({"curriculum": {"kind": "success_band", "band": [0, 2], "pass_threshold": 1}}, "a share, from 0 to 1"),
     ],

@@ -111,7 +111,7 @@ def test_whether_calls_of_a_reply_run_together_is_the_environments_own() -> None
         ({"words": {"top_p": 0.9}}, r"top_p is 0\.9.*generation\.sampling\.top_p"),
         ({"wrods": {"max_turns": 2}}, r"rollout\.environments names wrods, but .* has calc, words, far"),
         ({"words": {"max_new_tokens": 9999}}, r"words\.max_new_tokens \(9999\) leaves no room"),
-        ({"far": {"max_turns": 2}}, r"far\.max_turns is 2, but .*far\.kind is agent, whose own program"),
+        ({"far": {"max_turns": 2}}, r"far\.max_turns is 2, but .*far\.kind is agent, and its own program"),
         ({"far": {"system_prompt": "x"}}, r"far\.system_prompt is 'x'"),
     ],
 )

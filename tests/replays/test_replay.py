@@ -223,7 +223,7 @@ def test_the_gate_stops_at_the_iteration_whose_data_is_not_the_policys_own(run: 
 
 def test_what_cannot_be_replayed_is_refused_with_its_reason(run: Run) -> None:
     store, run_id = run.config.store, run.run_id
-    with pytest.raises(StoreError, match=r"no complete stage train of iteration 4; it has those of 1, 2, 3"):
+    with pytest.raises(StoreError, match=r"no complete stage train of iteration 4; recorded: 1, 2, 3"):
         replay(store, run_id, range(3, 5), ["train"])
     with pytest.raises(ConfigError, match="not consecutive"):
         replay(store, run_id, [1, 3])

@@ -153,6 +153,7 @@ NO_PLACE = {
     ),
     *("WorkerEnvironment.train_data", "WorkerEnvironment.heldout_data"),
     *(f"ReasoningGymSection.{key}" for key in ("dataset", "datasets", "options", "prompt")),
+    *(f"OpenEnvSection.{key}" for key in ("action", "fields", "observation", "prompt", "reset", "url")),
     *("ReasoningGymPart.options", "TextArenaSection.game", "TextArenaSection.options"),
     *("DatasetEnvironment.data", "DatasetEnvironment.prompt", "DatasetEnvironment.split", "DatasetEnvironment.subset"),
     *(

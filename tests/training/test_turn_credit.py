@@ -138,8 +138,8 @@ def test_the_store_keeps_them_and_a_dataset_of_before_reads_as_without() -> None
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"reward": {"truncated_factor": 0.5}}, "turn_discount is 0.0 beside reward"),
-        ({"kl_coefficient": 0.1, "kl_placement": "reward"}, "turn_discount is 0.0 beside kl_placement: reward"),
+        ({"reward": {"truncated_factor": 0.5}}, "turn_discount is 0.0 and reward"),
+        ({"kl_coefficient": 0.1, "kl_placement": "reward"}, "turn_discount is 0.0 and kl_placement: reward"),
         ({"turn_discount": 1.5}, "less than or equal to 1"),
     ],
 )

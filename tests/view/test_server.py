@@ -156,7 +156,7 @@ def test_an_imported_dataset_is_shown_whatever_its_versions_are_called(tmp_path:
 
 
 def test_an_unknown_rollout_is_told(store: str) -> None:
-    with pytest.raises(ViewError, match="no rollout 'sum/9/9'"):
+    with pytest.raises(ViewError, match="Rollout 'sum/9/9' does not exist"):
         Answers(store).rollout({"run": "a", "iteration": "1", "rollout": "sum/9/9", "rollout_iteration": "1"})
 
 

@@ -14,7 +14,7 @@ CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 
 def table() -> str:
-    lines = ["| kind | what is learnt | tools | train / held out | example |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| kind | task | tools | train / held out | example |", "| --- | --- | --- | --- | --- |"]
     return "\n".join(lines + [_line(config) for config in included_sections()])
 
 

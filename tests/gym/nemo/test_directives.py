@@ -68,7 +68,7 @@ def test_the_original_tree_is_left_alone():
         ({"s": {"x": 1}, "a": {"_copy": "s.y"}}, "s has no 'y'; it has: x"),
         ({"a": {"_copy": "b"}, "b": {"_copy": "a"}}, "made from itself"),
         ({"a": {"b": {"_copy": "a"}}}, "which holds it"),
-        ({"s": 1, "a": {"_copy": "s"}}, "no mapping"),
+        ({"s": 1, "a": {"_copy": "s"}}, "not a mapping"),
         ({"s": {"x": 1}, "a": {"_copy": "s", "_delete_key": "y"}}, "'y'"),
         ({"a": {"_delete_key": ["x"]}}, "separated by commas"),
         ({"a": {"_copy": 3}}, "dotted path"),

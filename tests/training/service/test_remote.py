@@ -166,7 +166,7 @@ def test_beyond_loopback_a_token_is_required() -> None:
 def test_one_run_at_a_time_but_a_run_that_restarts_takes_over_at_once(server: str, model_dir: Path) -> None:
     first = remote(server)
     first.load_checkpoint(model_dir)
-    with pytest.raises(InfraError, match=r"used by 'run-1'"):
+    with pytest.raises(InfraError, match=r"belongs to 'run-1'"):
         remote(server, owner="run-2").load_checkpoint(model_dir)
     again = remote(server)
     again.load_checkpoint(model_dir)
