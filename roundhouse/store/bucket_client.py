@@ -12,6 +12,7 @@ from s3fs import S3FileSystem
 
 from roundhouse.store.bucket import ForeignReply
 
+_PAGE = "roundhouse_page"
 _PROOFS: dict[str, set[str]] = {
     "CompleteMultipartUpload": {"ETag"},
     "CopyObject": {"CopyObjectResult"},
@@ -31,15 +32,23 @@ class BucketClient(S3FileSystem):
 
     async def set_session(self, refresh: bool = False, kwargs: dict[str, Any] | None = None) -> Any:
         client = await super().set_session(refresh, kwargs or {})
-        client.meta.events.register("after-call.s3", verify_reply, unique_id="roundhouse")
+        events = client.meta.events
+        events.register("before-parameter-build.s3.ListObjectsV2", _note_page, unique_id="roundhouse-page")
+        events.register("after-call.s3", verify_reply, unique_id="roundhouse")
         return client
 
 
-def verify_reply(http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+def _note_page(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+    context[_PAGE] = params.get("ContinuationToken")
+
+
+def verify_reply(
+    http_response: Any, parsed: dict[str, Any], model: Any, context: dict[str, Any] | None = None, **_: Any
+) -> None:
     """Reject a reply that S3 did not give.
 
     Raises:
-        ForeignReply: a success without the field that proves it, or with HTML.
+        ForeignReply: a success without the field that proves it, or with HTML; a page of a list whose next page is itself.
     """
     if http_response.status_code >= 300:
         return
@@ -51,3 +60,6 @@ def verify_reply(http_response: Any, parsed: dict[str, Any], model: Any, **_: An
             f"{model.name}: HTTP {http_response.status_code}, {kind}, but nothing that S3 gives: another program answers at "
             "this endpoint, such as the login page of a network or a proxy"
         )
+    page = (context or {}).get(_PAGE)
+    if page is not None and parsed.get("NextContinuationToken") == page:
+        raise ForeignReply(f"{model.name}: the page after {page!r} is itself, so that the list has no end")

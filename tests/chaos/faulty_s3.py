@@ -61,6 +61,10 @@ class FaultyS3:
         """Return the fault for this request; usually None."""
         return self._rng.choice(FAULTS) if self._rng.random() < self._rate else ""
 
+    def path(self, request: web.Request) -> str:
+        """Return the path and query for the upstream."""
+        return request.raw_path
+
     def told(self, request: web.Request, body: bytes) -> bytes:
         """Return the part of an answer's body that the client receives."""
         return body
@@ -89,7 +93,7 @@ class FaultyS3:
         header = "if-none-match" if fault == "unconditional" else ""
         async with self._http.request(
             request.method,
-            f"{self._upstream}{request.raw_path}",
+            f"{self._upstream}{self.path(request)}",
             headers={name: value for name, value in request.headers.items() if name.lower() != header},
             data=await request.read(),
             allow_redirects=False,

@@ -36,6 +36,7 @@ class Endpoint(FaultyS3):
         super().__init__(upstream, rate=0, seed=0, slow_seconds=1.0)
         self.hide: re.Pattern[str] | None = None
         self.ghosts: set[str] = set()
+        self.repeats_pages = False
         self.refused_key: str | None = None
         self.seen: list[str] = []
         self._planted: list[Planted] = []
@@ -60,10 +61,16 @@ class Endpoint(FaultyS3):
                 return planted.fault
         return ""
 
+    def path(self, request: web.Request) -> str:
+        return re.sub(r"&?continuation-token=p", "", request.raw_path) if self.repeats_pages else request.raw_path
+
     def told(self, request: web.Request, body: bytes) -> bytes:
         if "list-type" not in request.query:
             return body
         text = body.decode()
+        if self.repeats_pages:
+            more = "<IsTruncated>true</IsTruncated><NextContinuationToken>p</NextContinuationToken>"
+            text = re.sub(r"<IsTruncated>\w+</IsTruncated>", more, text)
         if self.hide is not None:
             hidden = self.hide
             text = re.sub(

@@ -224,6 +224,15 @@ def test_a_body_of_full_length_with_other_bytes_is_read_again(planted: Endpoint,
     assert planted.made["damaged"] == 2
 
 
+def test_a_list_without_an_end_is_an_error(planted: Endpoint, store: str, impatient: None) -> None:
+    place = Location(store)
+    place.write("a/object", b"x")
+    planted.repeats_pages = True
+    for listed in (place.names, place.tree):
+        with pytest.raises(StoreUnavailable, match="the page after 'p' is itself"):
+            listed()
+
+
 def test_an_endpoint_that_hangs_is_given_up(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.5")
     monkeypatch.setenv("ROUNDHOUSE_STORE_ATTEMPT_SECONDS", "0.5")

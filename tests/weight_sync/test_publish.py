@@ -173,7 +173,9 @@ def test_replicas_that_loaded_or_compute_something_else_are_named(alike: list[Re
     with pytest.raises(DeploymentFailed, match=r"b loaded tensors of digest sha256:2"):
         require_agreement([alike[0], replace(alike[1], digest="sha256:2")], "float32")
     stale_head = replace(alike[1], probe=[-1.0, -8.5])
-    with pytest.raises(DeploymentFailed, match=r"b differs in the probe's log-probabilities by 6\.5 nats from replica a"):
+    with pytest.raises(
+        DeploymentFailed, match=r"b differs in the probe's log-probabilities by 6\.5 nats from replica a"
+    ):
         require_agreement([alike[0], stale_head], "float32")
     with pytest.raises(DeploymentFailed, match="record of this version"):
         require_agreement(alike, "float32", {"digest": "sha256:1", "probe": [-1.0, -3.0]})
