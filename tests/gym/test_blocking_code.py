@@ -124,7 +124,7 @@ async def test_code_that_judges_or_plays_and_blocks_costs_its_rollout_alone(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
-    config = rollout_config(retry={"attempts": 1}, timeout_seconds=8.0)  # a new process starts in this time
+    config = rollout_config(retry={"attempts": 1}, timeout_seconds=16.0)  # a new process starts in this time
     async with open_environment(judged_by(kind, tmp_path)) as environment:
         specs = plan_rollouts(environment.tasks("train"), 1, 0, 0)
         rollouts = await collect(specs, ScriptedPolicy(by_turn(says("done"))), environment, config, SAMPLING)

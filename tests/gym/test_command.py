@@ -165,7 +165,7 @@ ASKS = PLAIN + "    ask()\n"
         (PLAIN + "    sys.exit('out of ideas')\n", "judge", "command_failed", "exit code 1.*out of ideas"),
         (ASKS, None, "command_failed", "wrote no reward"),
         (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('[]')\n", None, "command_failed", "holds a list"),
-        (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{')\n", None, "command_failed", "no JSON"),
+        (ASKS + "    open(os.environ['ROUNDHOUSE_RESULT'], 'w').write('{')\n", None, "command_failed", "not JSON"),
         (ASKS + "    os.mkfifo(os.environ['ROUNDHOUSE_RESULT'])\n", None, "command_failed", "not a regular file"),
         (ASKS + "    os.mkdir(os.environ['ROUNDHOUSE_RESULT'])\n", None, "command_failed", "not a regular file"),
         (

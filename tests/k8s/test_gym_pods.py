@@ -658,7 +658,7 @@ judge:
         (
             "",
             {"overrides": ["calc.resources_servers.roundhouse_environment.port=9464"]},
-            "that of ROUNDHOUSE_METRICS_PORT",
+            "which ROUNDHOUSE_METRICS_PORT uses",
         ),
         (
             "",

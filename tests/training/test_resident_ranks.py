@@ -186,7 +186,7 @@ def test_ranks_beneath_an_actor_write_what_resident_ranks_write(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--processes", "2", "--context-parallel", "3"), "context_parallel is 3.*processes is 2"),
+        (("--processes", "2", "--context-parallel", "3"), "context_parallel is 3.*processes 2\\. Set processes to 3"),
         (("--processes", "16", "--tensor-parallel", "8"), "heads"),
         (
             ("--processes", "2", "--expert-parallel", "2"),
