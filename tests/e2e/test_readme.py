@@ -21,7 +21,10 @@ LINES = [line.partition("  #")[0].strip() for line in re.findall(r"^    (roundho
 SERVES = "roundhouse view"
 """The one that runs until Ctrl-C."""
 
-pytestmark = pytest.mark.timeout(1200)
+COMMAND_SECONDS, QUICKSTART_SECONDS = 600, 1200
+"""Time limits of one command, so that the one that hangs is named."""
+
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +41,15 @@ def environment(directory: Path) -> dict[str, str]:
     return os.environ | {"PATH": commands, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
 
 
-def run(directory: Path, command: str) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, command: str, seconds: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        shlex.split(command), cwd=directory, env=environment(directory), capture_output=True, text=True, check=False
+        shlex.split(command),
+        cwd=directory,
+        env=environment(directory),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds,
     )
 
 
@@ -61,7 +70,7 @@ def serves_until_interrupted(directory: Path, command: str) -> None:
 
 @pytest.mark.long
 def test_the_quickstart_learns_and_every_command_after_it_works(fresh: Path) -> None:
-    done = run(fresh, "make -o setup quickstart")
+    done = run(fresh, "make -o setup quickstart", QUICKSTART_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     before, after = map(float, re.search(r"Held-out reward (\S+) ± \S+ → (\S+)", done.stdout).groups())
     assert after > before + 0.3
