@@ -146,7 +146,7 @@ class CommandClient(ClientWithRows):
         self.verifier = None if config.verifier is None else hosted_verifier(config.verifier)
         self.variables = {name: os.environ[name] for name in (*INHERITED, *config.variables) if name in os.environ}
         self.agent = CommandAgent(self)
-        self.host = ProgramHost("command")
+        self.host = ProgramModelServer("command")
 
     @classmethod
     def from_config(cls, config: CommandEnvironment) -> Self:
@@ -168,7 +168,7 @@ class CommandClient(ClientWithRows):
         await self.host.close()
 
 
-class ProgramHost:
+class ProgramModelServer:
     """Directory, processes and model server of programs that call the policy; the first rollout makes them."""
 
     def __init__(self, name: str) -> None:
