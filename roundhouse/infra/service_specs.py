@@ -274,6 +274,8 @@ def head_environment(
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # A replica that is killed takes its engine's process with it.
         "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
+        # Ray starts workers with niceness 15: beside any other busy process, an engine would hardly start.
+        "RAY_worker_niceness": "0",
     }
 
 

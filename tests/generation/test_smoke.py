@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ def test_vllm_under_ray_serve_answers_with_the_weights_of_its_refit(policies: di
     with ray_head() as serve:
         (replica,) = deployment.ensure_deployed(config, bare, serve)
         assert not replica.ready
+        assert os.getpriority(os.PRIO_PROCESS, replica.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         deployment.RayServeEngine(serve).ensure(config, bare, str(policies["second"]), 1)
         body = {"model": "policy", "messages": tiny.TOOL_MESSAGES, "max_tokens": 12, "temperature": 1.0, "seed": 7}
         reply = httpx.post(f"{serve.http_url}/v1/chat/completions", json=body, timeout=60)
