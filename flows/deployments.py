@@ -23,7 +23,8 @@ from roundhouse.config.models import ResumeConfig, RunConfig
 from roundhouse.infra.consents import STATE_VARIABLE, record_consent, refuse_unaccepted_code
 from roundhouse.infra.services import services_of
 from roundhouse.stages.fork import fork_run
-from roundhouse.store.run import load_run, open_run
+from roundhouse.stages.preflight import refuse_unready
+from roundhouse.store.run import load_run, open_run, run_exists
 from roundhouse.store.stage import Reference
 from roundhouse_flows import approval, on_demand
 from roundhouse_flows._prefect.reruns import is_first_start
@@ -57,6 +58,7 @@ def train(settings: TrainForm) -> dict[str, Any]:
     effect at the end of the present stage.
     """
     config = settings.resolve(_state())
+    _refuse_unready_start(config)
     open_run(config, first_start=is_first_start())
     record_consent(config)
     return _train(config)
@@ -66,6 +68,7 @@ def train(settings: TrainForm) -> dict[str, Any]:
 def train_offline(settings: TrainOfflineForm) -> dict[str, Any]:
     """A new run that starts from a checkpoint of another and learns from collected datasets instead of fresh rollouts."""
     config = settings.accepted(_state())
+    _refuse_unready_start(config)
     fork_run(config)
     return _train(config)
 
@@ -74,6 +77,7 @@ def train_offline(settings: TrainOfflineForm) -> dict[str, Any]:
 def fork(settings: ForkForm) -> dict[str, Any]:
     """A new run from an iteration of another: weights, trainer state, and its configuration but for what you change."""
     config = settings.accepted(_state())
+    _refuse_unready_start(config)
     fork_run(config)
     return _train(config)
 
@@ -159,6 +163,16 @@ async def deployments() -> list[RunnerDeployment]:
         )
         for deployed in DEPLOYED
     ]
+
+
+def _refuse_unready_start(config: RunConfig) -> None:
+    """Refuse a run that cannot begin before the store has a record of it.
+
+    Raises:
+        ConfigError, StoreError: as `refuse_unready`.
+    """
+    if not run_exists(config.store, config.run_id):
+        refuse_unready(config)
 
 
 def _train(config: RunConfig) -> dict[str, Any]:

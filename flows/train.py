@@ -12,10 +12,9 @@ from prefect import Flow, flow
 
 from roundhouse.config.defaults import rate_notes
 from roundhouse.config.models import RunConfig
-from roundhouse.errors import ConfigError
 from roundhouse.stages.collect import with_epochs
 from roundhouse.stages.offline import with_iterations
-from roundhouse.stages.preflight import refuse_unready
+from roundhouse.stages.preflight import refuse_unknown_metric, refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.stages.report import reaches_target
 from roundhouse.stages.task_survey import input_digests, task_warnings
@@ -23,7 +22,6 @@ from roundhouse.stages.train import trainer_released_at_end
 from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse_flows._prefect.reruns import is_first_start
 from roundhouse_flows._prefect.signals import redeliver_lost_signals
 from roundhouse_flows._prefect.tuning import OpaqueConfig, forget_results, untagged_tasks, without_heartbeats
@@ -42,7 +40,6 @@ log = logging.getLogger(__name__)
 def train(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy with GRPO. A new start under the same run ID continues after the last complete stage."""
     refuse_unready(config)
-    _refuse_unknown_metric(config)
     run = with_epochs(_opened(config))
     if (summary := finished_summary(run)) is not None:
         return summary
@@ -58,7 +55,7 @@ def train(config: OpaqueConfig) -> dict[str, Any]:
 )
 def train_offline(config: OpaqueConfig) -> dict[str, Any]:
     """Train a policy from collected datasets; only evaluation needs an engine. A new start continues as `train` does."""
-    _refuse_unknown_metric(config)
+    refuse_unknown_metric(config)
     run = with_iterations(_opened(config))
     if (summary := finished_summary(run)) is not None:
         return summary
@@ -127,16 +124,6 @@ def _iterate(run: Run, start: Reference) -> dict[str, Any]:
             forget_results()
     after_last_iteration(run)
     return finish_run(run)
-
-
-def _refuse_unknown_metric(config: RunConfig) -> None:
-    """Refuse a target that no iteration could reach, since no stage reports the metric."""
-    finish = config.finish
-    if finish.at_least is not None and meaning_of(finish.metric) is None:
-        raise ConfigError(
-            f"finish.metric is {finish.metric!r}, but no stage reports it. Name one of docs/metrics.md, such as "
-            "evaluation/reward/mean or reward/mean."
-        )
 
 
 def next_iteration(run: Run) -> int:

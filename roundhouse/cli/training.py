@@ -140,7 +140,7 @@ def collect(
     resolved = load(config, overrides)
     if promoted and version is not None:
         raise typer.BadParameter("--version and --promoted both name a checkpoint: give one.")
-    refuse_no_checkpoint(resolved, version, promoted=promoted)
+    refuse_no_checkpoint(resolved, version, promoted=promoted, draws=True)
     open_to_collect(resolved)
     record_consent(resolved)
 
@@ -222,7 +222,7 @@ def ready(config: RunConfig, dry_run: bool, *, tries_verifier: bool = False) -> 
 
     from roundhouse.console import RunView
     from roundhouse.infra.consents import record_consent
-    from roundhouse.stages.preflight import refuse_unready, verifier_warnings
+    from roundhouse.stages.preflight import prompt_warnings, refuse_unready, verifier_warnings
     from roundhouse.stages.task_survey import task_warnings
 
     if not dry_run:
@@ -231,6 +231,7 @@ def ready(config: RunConfig, dry_run: bool, *, tries_verifier: bool = False) -> 
         view.expect("checking the configuration, its environment and policy")
         refuse_unready(config, remote=not dry_run)
         warnings = task_warnings(config, remote=not dry_run)
+        warnings += prompt_warnings(config, remote=not dry_run)
         warnings = [*warnings, *(verifier_warnings(config) if dry_run or tries_verifier else ())]
     for warning in warnings:
         error_console().print(f"[yellow]Warning:[/] {escape(warning)}", highlight=False)

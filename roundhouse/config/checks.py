@@ -189,7 +189,7 @@ def _by_environment(config: RunConfig) -> None:
         if own.max_new_tokens is not None and own.max_new_tokens >= room:
             raise ValueError(
                 f"rollout.environments.{name}.max_new_tokens ({own.max_new_tokens}) leaves no room for a prompt in "
-                f"generation.max_model_len ({room}). Lower the first."
+                f"generation.max_model_len ({room}). Lower the first or raise the second."
             )
 
 
@@ -314,7 +314,7 @@ def _sampling(config: RunConfig) -> None:
     if own.max_new_tokens >= room:
         raise ValueError(
             f"generation.sampling.max_new_tokens ({own.max_new_tokens}) leaves no room for a "
-            f"prompt in generation.max_model_len ({room}). Lower the first."
+            f"prompt in generation.max_model_len ({room}). Lower the first or raise the second."
         )
     if own.temperature == 0:
         raise ValueError(
@@ -332,7 +332,7 @@ def _sampling(config: RunConfig) -> None:
         if sampling.max_new_tokens >= room:
             raise ValueError(
                 f"{key}.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in generation.max_model_len "
-                f"({room}). Lower the first."
+                f"({room}). Lower the first or raise the second."
             )
         if engine_traits(backend).opener is not None or sampling.temperature == 0:
             continue

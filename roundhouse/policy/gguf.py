@@ -124,6 +124,15 @@ def template_of(file: Path) -> ChatTemplate:
     return ChatTemplate(str(file), fields["tokenizer.chat_template"].contents(), tokens)
 
 
+def tokenizer_of(file: Path) -> bytes:
+    """Return the tokenizer.json that `converted` writes for the file."""
+    from transformers import AutoTokenizer
+
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        tokenizer = load_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
+    return str(tokenizer.backend_tokenizer.to_str()).encode()
+
+
 def _string(data: bytes, place: int) -> tuple[str, int]:
     """Read a string of the format (length in 8 bytes, then UTF-8) and return it with its end."""
     [length] = struct.unpack_from("<Q", data, place)

@@ -443,12 +443,9 @@ def sample_tasks(
         raise ConfigError("The environment has no training tasks. Check `environment` in the configuration.")
     begin = iteration * n
     if not isinstance(rows, WeightedTasks):
+        if drop_last:
+            refuse_incomplete_iteration(len(rows), n)
         length = len(rows) // n * n if drop_last else len(rows)
-        if not length:
-            raise ConfigError(
-                f"rollout.drop_last omits incomplete iterations, and {len(rows)} training tasks are fewer than {n} "
-                f"(rollout.prompts_per_iteration). Lower this, or set rollout.drop_last to false."
-            )
         positions = [divmod(position, length) for position in range(begin, begin + n)]
         return _in_epochs(rows, seed, positions, shuffle)
     names, before = rows.names(begin, begin + n), rows.counts(begin)
@@ -466,6 +463,15 @@ def sample_tasks(
     return [next(drawn[name]) for name in names]
 
 
+def refuse_incomplete_iteration(tasks: int, n: int) -> None:
+    """Refuse `rollout.drop_last` with so few training tasks that no iteration of `n` is complete."""
+    if tasks < n:
+        raise ConfigError(
+            f"rollout.drop_last omits incomplete iterations, and {tasks} training tasks are fewer than {n} "
+            f"(rollout.prompts_per_iteration). Lower this, or set rollout.drop_last to false."
+        )
+
+
 def _in_epochs(
     rows: Sequence[TaskRow], seed: int, positions: Sequence[tuple[int, int]], shuffle: bool
 ) -> list[TaskRow]:
@@ -479,6 +485,16 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     order = list(range(count))
     random.Random(derive_seed(seed, "task order", epoch)).shuffle(order)
     return order
+
+
+def refuse_few_tasks(tasks: int, weighted: int, n: int) -> None:
+    """Refuse a curriculum that has fewer than `n` tasks with a weight above 0, since it draws each once."""
+    if weighted < n:
+        raise ConfigError(
+            f"rollout.curriculum draws each task once at most, and of {tasks} training tasks {weighted} have a weight above "
+            f"0, fewer than the {n} that an iteration draws. Lower rollout.prompts_per_iteration, or set "
+            "rollout.curriculum.kind to epochs."
+        )
 
 
 def draw_by_weight(
@@ -500,12 +516,7 @@ def draw_by_weight(
     """
     if not isinstance(rows, WeightedTasks):
         order = weighted_order(curriculum, rows, history, seed, iteration)
-        if len(order) < n:
-            raise ConfigError(
-                f"rollout.curriculum draws each task once at most, and of {len(rows)} training tasks {len(order)} have a "
-                f"weight above 0, fewer than the {n} that an iteration draws. Lower rollout.prompts_per_iteration, or set "
-                "rollout.curriculum.kind to epochs."
-            )
+        refuse_few_tasks(len(rows), len(order), n)
         return [order[place % len(order)] for place in range((number - 1) * n, number * n)]
     names = rows.names(iteration * n, (iteration + 1) * n)
     drawn = {

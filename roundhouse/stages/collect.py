@@ -19,15 +19,16 @@ from roundhouse.collection.collector import (
     refuse_many_failures,
 )
 from roundhouse.collection.in_process_runner import open_collector
-from roundhouse.config.rollout import Branching
-from roundhouse.environments.base import TaskList, TaskRow
+from roundhouse.config.rollout import Branching, RolloutConfig
+from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.model_directory import template_in
-from roundhouse.rollout.clients import first_messages, open_environment, tools_of
-from roundhouse.rollout.plan import RolloutSpec, Sampled, WeightedTasks, iterations_of, recorded_draw, sample_rounds
+from roundhouse.rollout.clients import open_environment
+from roundhouse.rollout.plan import RolloutSpec, Sampled, iterations_of, recorded_draw, sample_rounds
 from roundhouse.rollout.recording import Branched, branched_groups, plan_branches
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
+from roundhouse.stages.prompt_lengths import Prompts, longer_than_allowed, tokens_by
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, Stage, StageKind, read_table
@@ -36,8 +37,8 @@ from roundhouse.trajectories.schemas import rollouts_from_tables
 
 logger = logging.getLogger(__name__)
 
-_fitting: dict[str, Sequence[TaskRow]] = {}
-"""The tasks that fit `rollout.max_prompt_tokens`, by run uid: rendering all of them takes time."""
+_fitting: dict[tuple[str, str], Sequence[TaskRow]] = {}
+"""The tasks that fit `rollout.max_prompt_tokens`, by run uid and sections: rendering all of them takes time."""
 
 
 def training_tasks(run: Run) -> Sequence[TaskRow]:
@@ -46,43 +47,17 @@ def training_tasks(run: Run) -> Sequence[TaskRow]:
     Raises:
         ConfigError: the environment cannot be opened, or no task fits `rollout.max_prompt_tokens`.
     """
-    tasks = open_environment(run.config.environment).tasks("train")
-    if (limit := run.config.rollout.max_prompt_tokens) is None:
+    tasks, rollout = open_environment(run.config.environment).tasks("train"), run.config.rollout
+    if rollout.max_prompt_tokens is None:
         return tasks
-    if run.uid not in _fitting:
-        _fitting[run.uid] = _up_to(limit, tasks, run)
-    return _fitting[run.uid]
-
-
-def _up_to(limit: int, tasks: Sequence[TaskRow], run: Run) -> Sequence[TaskRow]:
-    if isinstance(tasks, WeightedTasks):
-        return WeightedTasks({name: _up_to(limit, own, run) for name, own in tasks.tasks.items()}, tasks.weights)
-    from tokenizers import Tokenizer
-
-    files = engine_files(run)
-    template, tokenizer = template_in(files), Tokenizer.from_file(str(files / "tokenizer.json"))
-
-    def tokens(row: TaskRow) -> int:
-        name = str(row.get("task_id", "")).partition("/")[0]  # without a mixture, no environment name
-        rollout = run.config.rollout.of_environment(name)
-        text = template.render(first_messages(row, rollout.system_prompt), tools_of(row))
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    lengths = [tokens(row) for row in tasks]
-    places = [place for place, length in enumerate(lengths) if length <= limit]
-    if not places:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens is {limit}, and the shortest prompt of {len(lengths)} training tasks has "
-            f"{min(lengths, default=0)} tokens. Raise it."
-        )
-    if len(places) < len(lengths):
-        logger.info(
-            "%d of %d training tasks have prompts of more than %d tokens (rollout.max_prompt_tokens) and are left out",
-            len(lengths) - len(places),
-            len(lengths),
-            limit,
-        )
-    return TaskList(places, tasks.__getitem__)
+    key = run.uid, run.config.model_dump_json(include={"environment", "rollout"})  # a collection may have other tasks
+    if key not in _fitting:
+        files = engine_files(run)
+        prompts = Prompts(rollout, template_in(files), tokens_by((files / "tokenizer.json").read_bytes))
+        _fitting[key] = prompts.fitting(tasks)
+        if (report := longer_than_allowed(rollout, _fitting[key], tasks)) is not None:
+            logger.info("%s", report)
+    return _fitting[key]
 
 
 def with_epochs(run: Run) -> Run:
@@ -94,13 +69,23 @@ def with_epochs(run: Run) -> Run:
     config = run.config
     if config.rollout.epochs is None:
         return run
-    last = iterations_of(len(training_tasks(run)), config.rollout)
-    if last <= run.first_version:
-        raise ConfigError(
-            f"rollout.epochs is {config.rollout.epochs}, which end with iteration {last}, and the run begins from version "
-            f"{run.first_version}. Raise rollout.epochs."
-        )
+    last = last_iteration(config.rollout, len(training_tasks(run)), run.first_version)
     return replace(run, config=config.model_copy(update={"iterations": min(config.iterations, last)}))
+
+
+def last_iteration(rollout: RolloutConfig, tasks: int, first_version: int) -> int:
+    """Return the iteration with which `rollout.epochs` end.
+
+    Raises:
+        ConfigError: a fork begins after it.
+    """
+    last = iterations_of(tasks, rollout)
+    if last <= first_version:
+        raise ConfigError(
+            f"rollout.epochs is {rollout.epochs}, which end with iteration {last}, and the run begins from version "
+            f"{first_version}. Raise rollout.epochs."
+        )
+    return last
 
 
 def collect_iteration(

@@ -252,20 +252,34 @@ def _versions_of(store: str, name: str, run: Run | None) -> list[Reference]:
 
 def _refuse_unfit(run: Run, datasets: Sequence[Reference]) -> None:
     """Whole, counted right, sampled at the temperature that log-probabilities are computed at, in the policy's tokens."""
+    refuse_other_sampling(run.config, datasets)
     for reference in datasets:
-        manifest = read_manifest(reference)
         tables = read_table(reference, "rollouts"), read_table(reference, "turns")
         prove_counted(reference.counts, rollouts_from_tables(*tables))
-        sampled = manifest.details.get("sampling", {}).get("temperature")
-        temperature = run.config.generation.sampling.temperature
+        _refuse_other_tokens(run, reference, read_manifest(reference))
+
+
+def refuse_other_sampling(config: RunConfig, datasets: Sequence[Reference]) -> None:
+    """Refuse datasets that were sampled at another temperature, or written, for an algorithm that weights their tokens.
+
+    Files of chat rows are written; they need not be imported yet.
+
+    Raises:
+        ConfigError: names the dataset and the key.
+    """
+    for name in _section(config).datasets:
+        if name.endswith(CHAT_ROWS):
+            _refuse_weights_of_tokens(config, name)
+    for reference in datasets:
+        details = read_manifest(reference).details
+        sampled, temperature = details.get("sampling", {}).get("temperature"), config.generation.sampling.temperature
         if sampled is not None and sampled != temperature:
             raise ConfigError(
                 f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
                 f"{temperature:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
             )
-        if manifest.details.get("written"):
-            _refuse_weights_of_tokens(run.config, label_of(reference))
-        _refuse_other_tokens(run, reference, manifest)
+        if details.get("written"):
+            _refuse_weights_of_tokens(config, label_of(reference))
 
 
 def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:

@@ -12,17 +12,20 @@ import logging
 import os
 import queue
 import re
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from roundhouse import plugins
 from roundhouse.config.environments import RemoteEnvironment, environment_traits, environments_in
 from roundhouse.config.generation import Endpoint, training_endpoints, weight_updates
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.operations import with_set
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
@@ -39,9 +42,10 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.policy import code_of, code_of_type
 from roundhouse.http.clients import http_client, proxy_note
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
-from roundhouse.policy.gguf import check_gguf, gguf_file, template_of
+from roundhouse.policy.gguf import check_gguf, gguf_file, template_of, tokenizer_of
 from roundhouse.policy.model_directory import (
     BUNDLED,
+    TEMPLATE,
     ChatTemplate,
     bundled_file,
     check_model_directory,
@@ -52,18 +56,22 @@ from roundhouse.policy.model_directory import (
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE, PAD, TURN_END
 from roundhouse.pretrained import is_composite
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
-from roundhouse.rollout.clients import LocalEnvironmentClient, first_messages, open_environment, tools_of, verdict_on
+from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment, tools_of, verdict_on
 from roundhouse.rollout.hosted import HostedEnvironmentClient
-from roundhouse.rollout.plan import build_curriculum
+from roundhouse.rollout.plan import WeightedTasks, build_curriculum, refuse_few_tasks, refuse_incomplete_iteration
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.rubric import refuse_unfit_criteria
+from roundhouse.stages.collect import last_iteration
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.stages.hooks import refuse_unfit_hooks
+from roundhouse.stages.prompt_lengths import Prompts, Tokens, longer_than_allowed, tokens_by
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.task_survey import has_local_rows
+from roundhouse.store.lineage import parent_at
 from roundhouse.store.location import Location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 from roundhouse.store.stage import MANIFEST, model_location
+from roundhouse.tracking.catalogue import meaning_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +79,22 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """Looks like a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."""
 ANSWER_SECONDS = 10.0
 TRIAL_SECONDS = 10.0
-Tokens = Callable[[str], int]
-"""Counts the tokens of a text."""
 
 
-def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True) -> None:
-    """Refuse a run whose store, algorithm, curriculum, environment, held-out tasks, starting policy or datasets are
-    unusable.
+def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True, draws: bool = True) -> None:
+    """Refuse a run whose store, algorithm, curriculum, environment, tasks, starting policy or datasets are unusable.
 
     Args:
         remote: check buckets, too. A dry run makes no remote requests.
         trains: the engine has to take new weights.
+        draws: training tasks are drawn.
 
     Raises:
         ConfigError: names the key and the remedy.
     """
     _refuse_unwritable_store(config)
     _refuse_slow_bfloat16(config)
+    refuse_unknown_metric(config)
     _refuse_unfit_endpoint(config, remote, trains)
     algorithm = config.train.algorithm
     if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
@@ -108,37 +115,48 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
             sink_class(sink)
     reads_rows = remote or has_local_rows(config.environment)
     task = first_task(config.environment) if reads_rows else None
-    first = _first_prompt(config) if trains and reads_rows else None
+    tasks = _training_tasks(config) if draws and reads_rows and config.offline is None else None
     if remote and config.infra.runs_here:  # else sandboxes start elsewhere
         check_sandboxes(config.environment)
     evaluation, offline = config.evaluation, config.offline
     evaluates = (offline is None or offline.evaluate) and (evaluation.every is not None or evaluation.before_training)
     if not _has_tasks(config, remote) and evaluates:
         raise no_heldout_task(config)
+    if evaluates:
+        _refuse_empty_sets(config, remote)
+    _refuse_missing_models(config, remote)
     _refuse_unfit_layout(config, remote)
     refuse_unfit_memory(config)
-    reachable = remote or Location(config.store).is_local
-    if reachable and (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST):
-        return  # it has its initial state
-    if config.resume.path is None:
-        _starting_policy(config, remote, task, first)
-    if config.offline is not None and reachable:
-        from roundhouse.stages.offline import find_datasets
+    if _has_begun(config, remote):
+        return
+    prompts = _prompts(config, remote, task)
+    if tasks is not None:
+        _refuse_unfit_tasks(config, tasks, prompts)
+        if trains and config.rollout.epochs is not None and config.resume.path is not None and prompts is not None:
+            start = parent_at(config.resume.path).version
+            last_iteration(config.rollout, len(prompts.fitting(tasks)), start)
+    if config.offline is not None and (remote or Location(config.store).is_local):
+        from roundhouse.stages.offline import find_datasets, refuse_other_sampling
 
-        find_datasets(config.store, config.offline.datasets)
+        refuse_other_sampling(config, find_datasets(config.store, config.offline.datasets))
 
 
-def _first_prompt(config: RunConfig) -> TaskRow | None:
-    """Return the first training task if its rollouts begin with its prompt; None if the agent makes the prompt.
+def _has_begun(config: RunConfig, remote: bool) -> bool:
+    """Return whether the run has its starting policy in the store."""
+    if not remote and not Location(config.store).is_local:
+        return False
+    return (Location(config.store) / f"runs/{config.run_id}/checkpoints/000000").exists(MANIFEST)
+
+
+def _training_tasks(config: RunConfig) -> Sequence[TaskRow]:
+    """Return the training tasks.
 
     Raises:
         ConfigError: as `_first_training_task`.
     """
-    if config.offline is not None:
-        return None
     client = open_environment(config.environment)
-    task = _first_training_task(config, client)
-    return task if isinstance(client.agent, ToolLoop | GymnasiumLoop) else None
+    _first_training_task(config, client)
+    return client.tasks("train")
 
 
 def _first_training_task(config: RunConfig, client: EnvironmentClient) -> TaskRow:
@@ -227,18 +245,79 @@ def verifier_warnings(config: RunConfig) -> list[str]:
     return [text]
 
 
-def _refuse_long_prompt(config: RunConfig, task: TaskRow | None, template: ChatTemplate, tokenizer: Tokens) -> None:
-    """Refuse a first training task whose prompt fills the context."""
-    if task is None or config.rollout.max_prompt_tokens is not None:
-        return
-    rollout = config.rollout.of_environment(str(task.get("task_id", "")).partition("/")[0])
-    text = template.render(first_messages(task, rollout.system_prompt), tools_of(task))
-    limit = config.generation.max_model_len
-    if len(text.encode()) >= limit and (count := tokenizer(text)) >= limit:  # a token has one byte or more
+def refuse_unknown_metric(config: RunConfig) -> None:
+    """Refuse a target that no iteration could reach, since no stage reports the metric."""
+    finish = config.finish
+    if finish.at_least is not None and meaning_of(finish.metric) is None:
         raise ConfigError(
-            f"generation.max_model_len is {limit}, and the prompt of the first training task ({task.get('task_id')}) has "
+            f"finish.metric is {finish.metric!r}, but no stage reports it. Name one of docs/metrics.md, such as "
+            "evaluation/reward/mean or reward/mean."
+        )
+
+
+def _refuse_unfit_tasks(config: RunConfig, tasks: Sequence[TaskRow], prompts: Prompts | None) -> None:
+    """Refuse training tasks of which `rollout` leaves too few for an iteration, or whose first prompt fills the context.
+
+    Args:
+        prompts: None if they cannot be rendered here; then each task counts.
+    """
+    rollout = config.rollout
+    n = rollout.prompts_per_iteration
+    draws_once = build_curriculum(rollout.curriculum) is not None
+    if prompts is not None:
+        tasks = prompts.fitting(tasks, n if draws_once or rollout.drop_last else 1)
+    if not isinstance(tasks, WeightedTasks):
+        if rollout.drop_last:
+            refuse_incomplete_iteration(len(tasks), n)
+        if draws_once:
+            refuse_few_tasks(len(tasks), len(tasks), n)
+    agent = open_environment(config.environment).agent
+    if prompts is None or not isinstance(agent, ToolLoop | GymnasiumLoop):  # others make the prompt
+        return
+    first, limit = tasks[0], config.generation.max_model_len
+    if (count := prompts.above(first, limit - 1)) is not None:
+        raise ConfigError(
+            f"generation.max_model_len is {limit}, and the prompt of the first training task ({first.get('task_id')}) has "
             f"{count} tokens, which leaves none for a reply. Raise it, or shorten the row, its tools or rollout.system_prompt."
         )
+
+
+def prompt_warnings(config: RunConfig, *, remote: bool = True) -> list[str]:
+    """Return a warning about the training tasks that `rollout.max_prompt_tokens` leaves out.
+
+    Args:
+        remote: read rows and models in buckets, too.
+    """
+    if config.rollout.max_prompt_tokens is None or config.offline is not None:
+        return []
+    if _has_begun(config, remote) or not (remote or has_local_rows(config.environment)):
+        return []
+    prompts = _prompts(config, remote, None)
+    tasks = _training_tasks(config)
+    report = None if prompts is None else longer_than_allowed(config.rollout, prompts.fitting(tasks), tasks)
+    return [] if report is None else [report]
+
+
+def _refuse_empty_sets(config: RunConfig, remote: bool) -> None:
+    """Refuse one of `evaluation.sets` without a held-out task."""
+    for name in config.evaluation.sets:
+        own = with_set(config, name)
+        if own.environment != config.environment and not _has_tasks(own, remote):
+            raise ConfigError(f"evaluation.sets.{name}: {no_heldout_task(own)}")
+
+
+def _refuse_missing_models(config: RunConfig, remote: bool) -> None:
+    """Refuse a teacher's or a critic's directory without a model."""
+    algorithm = config.train.algorithm
+    teacher, critic = algorithm.reference_source, algorithm.critic_section
+    if teacher == "start" or config.train.reference_is_frozen:
+        teacher = None
+    named = {"teacher": teacher, "critic.model": critic.model if critic else None}
+    for key, source in named.items():
+        if source is not None and (remote or Location(source).is_local):
+            from roundhouse.stages.train import model_at
+
+            model_at(source, key)
 
 
 def _refuse_unbranchable(config: RunConfig) -> None:
@@ -280,9 +359,14 @@ def _refuse_unfit_pods(config: RunConfig) -> None:
             plugins.resolve(check)(environment, infra)
 
 
-def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bool = False) -> None:
+def refuse_no_checkpoint(
+    config: RunConfig, version: int | None, *, promoted: bool = False, draws: bool = False
+) -> None:
     """Refuse to evaluate a checkpoint, or to collect with one, that is not there. The starting policy of a run that has not
     begun is asked for by its number, 0, and is made then.
+
+    Args:
+        draws: training tasks are drawn.
 
     Raises:
         StoreError: no such run, or no such version of it.
@@ -295,7 +379,7 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
                 f"No run {config.run_id!r} in {Location(config.store).uri}. Runs there: {existing}. Train it first, or "
                 "evaluate its starting policy: --version 0."
             )
-        refuse_unready(config, trains=False)
+        refuse_unready(config, trains=False, draws=draws)
         return
     run = load_run(config.store, config.run_id)
     if promoted:
@@ -303,6 +387,9 @@ def refuse_no_checkpoint(config: RunConfig, version: int | None, *, promoted: bo
     begins = version == run.first_version and run.latest_checkpoint() is None
     if version is not None and not begins and run.checkpoint(version).reference() is None:
         raise no_such_version(run, version)
+    if draws and run.checkpoint(0).reference() is not None:
+        prompts = _prompts_in(config, model_location(run.checkpoint(0).location))
+        _refuse_unfit_tasks(config, _training_tasks(config), prompts)
 
 
 def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> None:
@@ -384,23 +471,27 @@ def _has_tasks(config: RunConfig, remote: bool) -> bool:
     return any(True for _ in open_environment(environment).tasks("heldout"))
 
 
-def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, first: TaskRow | None) -> None:
-    """Refuse a starting policy that cannot be made, does not render the tools of `task`, or lacks room for the prompt
-    of `first`."""
+def _prompts(config: RunConfig, remote: bool, task: TaskRow | None) -> Prompts | None:
+    """Return the template and tokenizer of the policy that the run starts from; None if they cannot be read here.
+
+    Raises:
+        ConfigError: the starting policy cannot be made, or does not render the tools of `task`.
+    """
+    if config.resume.path is not None:
+        source = model_location(Location(config.resume.path))
+        return None if not (remote or source.is_local) else _prompts_in(config, source)
     policy = config.policy
     if isinstance(policy, WarmStartPolicy):
         refuse_without_demonstrations(config.environment)
         template = ChatTemplate("the warm start", CHAT_TEMPLATE, {"eos_token": TURN_END, "pad_token": PAD})
-        _refuse_long_prompt(config, first, template, lambda text: _tokens_of_warm_start(config, policy, text))
-        return
+        return Prompts(config.rollout, template, _tokens_of_warm_start(config, policy))
     prompts = [config.rollout.system_prompt, *(each.system_prompt for each in config.rollout.environments.values())]
     tools, system = tools_of(task), next((prompt for prompt in prompts if prompt is not None), None)
     if isinstance(policy, BundledPolicy):
         file = bundled_file(policy.name)
         check_gguf(file)
         refuse_small_memory(config, BUNDLED[policy.name].memory_gib)
-        refuse_unfit_template(_chosen(config, policy, template_of(file)), tools, system)
-        return
+        return _prompts_of_gguf(config, policy, file, tools, system)
     source = model_location(Location(policy.path))
     if source.is_local:
         if HUB_ID.fullmatch(policy.path) and not source.local_path.exists():
@@ -409,17 +500,62 @@ def _starting_policy(config: RunConfig, remote: bool, task: TaskRow | None, firs
                 f"{policy.path} --local-dir DIRECTORY` and name the directory. Or set policy.kind to "
                 "bundled for the model that comes with Roundhouse."
             )
-        if (gguf := gguf_file(source.local_path)) is None:
-            check_model_directory(source.local_path, config.generation.max_model_len)
-            _refuse_no_torchvision(config, source.local_path)
-            template = _chosen(config, policy, template_in(source.local_path))
-            refuse_unfit_template(template, tools, system)
-            _refuse_long_prompt(config, first, template, _tokens_by(source.local_path / "tokenizer.json"))
-        else:
+        if (gguf := gguf_file(source.local_path)) is not None:
             check_gguf(gguf)
-            refuse_unfit_template(_chosen(config, policy, template_of(gguf)), tools, system)
-    elif remote and not source.exists("config.json") and not any(name.endswith(".gguf") for name in source.names()):
+            return _prompts_of_gguf(config, policy, gguf, tools, system)
+        check_model_directory(source.local_path, config.generation.max_model_len)
+        _refuse_no_torchvision(config, source.local_path)
+        _refuse_no_tokenizer(config, source.local_path)
+        template = _chosen(config, policy, template_in(source.local_path))
+        refuse_unfit_template(template, tools, system)
+        return Prompts(config.rollout, template, _tokens_in(source))
+    if not remote:
+        return None
+    if source.exists("config.json"):
+        return _prompts_in(config, source, policy)
+    if not any(name.endswith(".gguf") for name in source.names()):
         raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
+    return None
+
+
+def _prompts_in(config: RunConfig, source: Location, policy: TemplatedPolicy | None = None) -> Prompts | None:
+    """Return the template and tokenizer of a model directory; None if `rollout` limits neither prompts nor epochs.
+
+    Args:
+        policy: names another template.
+    """
+    if config.rollout.max_prompt_tokens is None and config.rollout.epochs is None:
+        return None
+    if not source.exists("tokenizer.json"):
+        return None
+    with tempfile.TemporaryDirectory() as directory:
+        names = {"tokenizer.json", "tokenizer_config.json", TEMPLATE} & {*source.names()}
+        source.download(sorted(names), Path(directory))
+        template = template_in(Path(directory))
+    if policy is not None:
+        template = _chosen(config, policy, template)
+    return Prompts(config.rollout, template, _tokens_in(source))
+
+
+def _prompts_of_gguf(
+    config: RunConfig, policy: TemplatedPolicy, file: Path, tools: list[dict[str, Any]], system: str | None
+) -> Prompts | None:
+    """Return the template and tokenizer of a GGUF file; None if `rollout.max_prompt_tokens` does not need the tokenizer,
+    which takes seconds to read."""
+    template = _chosen(config, policy, template_of(file))
+    refuse_unfit_template(template, tools, system)
+    if config.rollout.max_prompt_tokens is None:
+        return None
+    return Prompts(config.rollout, template, tokens_by(lambda: tokenizer_of(file)))
+
+
+def _refuse_no_tokenizer(config: RunConfig, model: Path) -> None:
+    """Refuse to limit the prompts of a model without tokenizer.json, which counts their tokens."""
+    if config.rollout.max_prompt_tokens is not None and not (model / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"rollout.max_prompt_tokens is {config.rollout.max_prompt_tokens}, and policy.path {model} has no tokenizer.json "
+            "to count with. Save it with the fast tokenizer of transformers (tokenizer.save_pretrained), or leave the key out."
+        )
 
 
 def _refuse_no_torchvision(config: RunConfig, model: Path) -> None:
@@ -434,22 +570,21 @@ def _refuse_no_torchvision(config: RunConfig, model: Path) -> None:
         )
 
 
-def _tokens_of_warm_start(config: RunConfig, policy: WarmStartPolicy, text: str) -> int:
-    from roundhouse.policy.warm_start import starting_tokenizer  # imports torch
+def _tokens_of_warm_start(config: RunConfig, policy: WarmStartPolicy) -> Tokens:
+    def read() -> bytes:
+        from roundhouse.policy.warm_start import starting_tokenizer  # imports torch
 
-    tokenizer = starting_tokenizer(policy, demonstrating(config.environment), config.seed)
-    return len(tokenizer.encode(text, add_special_tokens=False))
+        tokenizer = starting_tokenizer(policy, demonstrating(config.environment), config.seed)
+        return str(tokenizer.backend_tokenizer.to_str()).encode()
+
+    return tokens_by(read)
 
 
-def _tokens_by(file: Path) -> Tokens:
-    """Return a counter of a text's tokens; without such a file it counts 0, and the engine counts later."""
-
-    def count(text: str) -> int:
-        from tokenizers import Tokenizer
-
-        return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids) if file.is_file() else 0
-
-    return count
+def _tokens_in(source: Location) -> Tokens:
+    """Return a counter by the tokenizer of a directory; without tokenizer.json it counts 0, and the engine counts later."""
+    if not source.exists("tokenizer.json"):
+        return lambda text: 0
+    return tokens_by(lambda: source.read("tokenizer.json"))
 
 
 def _chosen(config: RunConfig, policy: TemplatedPolicy, own: ChatTemplate) -> ChatTemplate:

@@ -585,7 +585,7 @@ def reference_origin(run: Run, base: int) -> Reference | str | None:
         start = run.checkpoint(reference_version(run, base)).reference()
         assert start is not None, "a run that trains has its starting policy, and keeps its reference"
         return start
-    return _model_at(source, "teacher")
+    return model_at(source, "teacher")
 
 
 def critic_origin(run: Run) -> str | None:
@@ -595,7 +595,7 @@ def critic_origin(run: Run) -> str | None:
         ConfigError: the directory is missing.
     """
     section = run.config.train.algorithm.critic_section
-    return None if section is None or section.model is None else _model_at(section.model, "critic.model")
+    return None if section is None or section.model is None else model_at(section.model, "critic.model")
 
 
 def critic_model(run: Run, cache: Path) -> StoredModel | None:
@@ -604,7 +604,12 @@ def critic_model(run: Run, cache: Path) -> StoredModel | None:
     return None if origin is None else StoredModel(uri=origin, cache=cache)
 
 
-def _model_at(source: str, key: str) -> str:
+def model_at(source: str, key: str) -> str:
+    """Return the URI of the model directory that this key of the algorithm names.
+
+    Raises:
+        ConfigError: it has no model.
+    """
     place = model_location(Location(source))
     if "config.json" not in place.tree():
         raise ConfigError(

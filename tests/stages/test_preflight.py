@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
 from roundhouse.config.loading import load_config
+from roundhouse.environments.base import task_row
 from roundhouse.errors import ConfigError, RoundhouseError, StoreError
+from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.run import run_ids
 from roundhouse_flows.iteration import is_evaluated
+from tests.generation.tiny import make_model
 from tests.sql.stores import write_run
 
 
@@ -186,3 +191,112 @@ def test_a_run_without_evaluation_needs_no_heldout_task(tmp_path: Path) -> None:
     without = load_config(path, ["evaluation.every=null"])
     assert not any(is_evaluated(without, k) for k in range(1, without.iterations + 1))
     assert is_evaluated(load_config(path), without.iterations)
+
+
+QUESTIONS = ["1+1", "12*3+4", "+".join(map(str, range(300)))]
+
+
+def policy_and_questions(directory: Path) -> dict[str, Any]:
+    rows = [task_row(question, task_id=f"t{number}") for number, question in enumerate(QUESTIONS)]
+    (directory / "rows.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    return {
+        "policy": {"kind": "pretrained", "path": str(make_model(directory / "policy", seed=1))},
+        "environment": {"kind": "remote", "url": "http://127.0.0.1:9", "train_tasks": str(directory / "rows.jsonl")},
+        "evaluation": {"every": None, "before_training": False},
+        "rollout": {"prompts_per_iteration": 2},
+    }
+
+
+def dataset_at(directory: Path) -> str:
+    """A dataset's version that was sampled at temperature 0.5."""
+    run = write_run(str(directory / "store"), "collected", iterations=1)
+    stage = dataset_stage(run, "nightly", TaskDraw(1).label(0), TaskDraw(1))
+    attempt = run.begin(stage, policy_version=0)
+    attempt.commit(counts={}, details={"sampling": {"temperature": 0.5}})
+    return "nightly"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout": {"max_prompt_tokens": 1}}, r"the shortest prompt of 3 training tasks has \d+ tokens. Raise it."),
+        (
+            {"rollout": {"max_prompt_tokens": 200, "drop_last": True, "prompts_per_iteration": 3}},
+            "rollout.drop_last omits incomplete iterations, and 2 training tasks are fewer than 3",
+        ),
+        (
+            {"rollout": {"prompts_per_iteration": 4, "curriculum": {"kind": "success_band"}}},
+            "of 3 training tasks 3 have a weight above 0, fewer than the 4",
+        ),
+        (
+            {
+                "rollout": {"max_prompt_tokens": 1000, "system_prompt": "Take great care. " * 20},
+                "generation": {"max_model_len": 64, "sampling": {"max_new_tokens": 4}},
+            },
+            "generation.max_model_len is 64, and the prompt of the first training task",
+        ),
+        (
+            {"finish": {"metric": "reward_best", "at_least": 1}},
+            "finish.metric is 'reward_best', but no stage reports it",
+        ),
+        (
+            {"train": {"algorithm": {"kind": "distillation", "teacher": "nowhere"}}},
+            "train.algorithm.teacher: .*nowhere has no config.json",
+        ),
+        (
+            {"evaluation": {"every": 1, "sets": {"easy": {"environment": {"kind": "sort", "heldout_fraction": 0}}}}},
+            "evaluation.sets.easy: environment.kind is sort and has no held-out task to evaluate",
+        ),
+    ],
+    ids=["all too long", "no complete iteration", "curriculum", "context", "metric", "teacher", "evaluation set"],
+)
+def test_what_configuration_and_tasks_show_is_refused_before_the_store_has_a_record(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Each of these once wrote run.json first."""
+    tree = policy_and_questions(tmp_path)
+    if "evaluation" in keys:
+        tree["environment"]["heldout_tasks"] = tree["environment"]["train_tasks"]
+    path = config(tmp_path, **{key: tree.get(key, {}) | keys.get(key, {}) for key in tree | keys})
+    before = set(tmp_path.iterdir())
+    error = refused("train", path, "--dry-run")
+    assert isinstance(error, ConfigError)
+    assert re.search(message, str(error)), error
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_prompts_of_a_model_without_a_fast_tokenizer_cannot_be_limited(tmp_path: Path) -> None:
+    path = config(tmp_path, **policy_and_questions(tmp_path))
+    (tmp_path / "policy/tokenizer.json").rename(tmp_path / "policy/tokenizer.model")
+    error = refused("train", path, "--set", "rollout.max_prompt_tokens=200", "--dry-run")
+    assert "rollout.max_prompt_tokens is 200" in str(error)
+    assert "has no tokenizer.json to count with" in str(error)
+
+
+def test_training_tasks_that_are_left_out_are_counted_before_a_run(tmp_path: Path) -> None:
+    path = config(tmp_path, **policy_and_questions(tmp_path))
+    done = CliRunner().invoke(app, ["train", path, "--dry-run", "--set", "rollout.max_prompt_tokens=200"])
+    assert done.exit_code == 0, done.exception
+    assert "1 of 3 training tasks have prompts of more than 200 tokens" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (dataset_at, r"nightly@.* was sampled at temperature 0\.5, and generation\.sampling\.temperature is 1"),
+        (
+            lambda directory: str(directory / "rows.jsonl"),
+            r"train\.algorithm\.kl_coefficient is 0\.1, but dataset .*rows\.jsonl was written",
+        ),
+    ],
+    ids=["temperature", "written"],
+)
+def test_offline_data_of_another_sampling_is_refused_before_the_store_has_a_record(
+    dataset: Any, message: str, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(chat) + "\n")
+    algorithm = {"kind": "cross_entropy", "kl_coefficient": 0.1, "kl_importance_weighting": True}
+    path = config(tmp_path, offline={"datasets": [dataset(tmp_path)]}, train={"algorithm": algorithm})
+    assert re.search(message, str(refused("train", path, "--dry-run")))
+    assert "r" not in run_ids(str(tmp_path / "store"))
