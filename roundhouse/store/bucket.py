@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn, TypeVar
 
 from roundhouse.config.secrets import masked_text
@@ -45,6 +46,8 @@ PARTS_IN_FLIGHT = 4
 """Parts per upload in flight; an upload holds this many times `CHUNK_BYTES` in memory."""
 _MOST_PARTS = 10_000
 _DELETE_SECONDS = 10.0
+_MOST_SKEW_SECONDS = 15 * 60.0
+"""Between the clock of a request and S3's."""
 
 _CONNECTIONS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "total_max_attempts": 2}}
 _PASSING_STATUS = {408, 409, 429}
@@ -291,6 +294,23 @@ def has_expired_credentials(error: BaseException) -> bool:
     if isinstance(error, (CredentialRetrievalError, SSOError, TokenRetrievalError)):
         return True
     return code_of(error) in _EXPIRED_CODES | {_BARE_BAD_REQUEST}
+
+
+def is_clock_wrong(error: BaseException) -> bool:
+    """Return whether S3 refused a request since this machine's clock is wrong; the reply to a HEAD has only its date."""
+    if code_of(error) == "RequestTimeTooSkewed":
+        return True
+    headers = ((_response(error) or {}).get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
+    try:
+        there = parsedate_to_datetime(headers["date"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return False
+    return abs(there - time.time()) > _MOST_SKEW_SECONDS
+
+
+def is_redirected(error: BaseException) -> bool:
+    """Return whether S3 names another region for the bucket, also after the client has followed it once."""
+    return _status_of(error) == 301
 
 
 def code_of(error: BaseException) -> str:

@@ -458,9 +458,11 @@ class Location:
             raise AlreadyExists(f"cannot {verb} {place}: it exists already") from error
         except PermissionError as error:
             remedy = "Check owner, credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), policy."
-            if not self.is_local and bucket.code_of(error) == "RequestTimeTooSkewed":
+            code = "" if self.is_local else bucket.code_of(error)
+            if code and bucket.is_clock_wrong(error):
                 remedy = "This machine's clock differs from the bucket's by more than it accepts: set the clock."
-            raise StoreError(f"cannot {verb} {place}: permission denied. {remedy}") from error
+            reason = f" ({code})" if code.isalpha() else ""
+            raise StoreError(f"cannot {verb} {place}: permission denied{reason}. {remedy}") from error
         except OSError as error:
             if error.errno in disk.NO_ROOM:
                 raise DiskFull(
@@ -470,6 +472,11 @@ class Location:
                 raise StoreError(
                     f"cannot {verb} {place}: its file system is read-only. Mount it writable, or name another store (--store, "
                     "ROUNDHOUSE_STORE, the key store)."
+                ) from error
+            if not self.is_local and bucket.is_redirected(error):
+                raise StoreError(
+                    f"cannot {verb} {place}: the bucket is in another region. Set AWS_DEFAULT_REGION to this region, and "
+                    "AWS_ENDPOINT_URL, if it is set, to the service there."
                 ) from error
             raise StoreError(f"cannot {verb} {place}: {masked_text(str(error))}.") from error
 

@@ -19,6 +19,12 @@ Some faults are only planted singly, because not every client of a campaign can 
     unconditional    If-None-Match is dropped
     bare 412         a 412 lacks the <Condition> that S3 gives
     501, 400         this status, if the request has If-None-Match
+    foreign 404      404 with a text, as of a proxy before a stopped service; the request was not done
+    redirect         301 without an address or a region, the request was not done
+    whole            the request was done without its Range
+    shifted          the request was done, with the Range one byte later
+    short            the request was done, half of the answer's body comes, with that length and without a checksum
+    skewed           403 RequestTimeTooSkewed with the date of 2020, and without a body to a HEAD
 """
 
 from __future__ import annotations
@@ -84,17 +90,28 @@ class FaultyS3:
             return web.Response(status=400) if request.method == "HEAD" else _said(400, "ExpiredToken")
         if fault == "portal":
             return web.Response(text="<html><body>Please log in.</body></html>", content_type="text/html")
+        if fault == "foreign 404":
+            return web.Response(status=404, text="404 page not found")
+        if fault == "redirect":
+            return web.Response(status=301)
+        if fault == "skewed":
+            reply = web.Response(status=403) if request.method == "HEAD" else _said(403, "RequestTimeTooSkewed")
+            reply.headers["Date"] = "Wed, 01 Jan 2020 00:00:00 GMT"
+            return reply
         if fault in ("501", "400") and "If-None-Match" in request.headers:
             return _said(int(fault), "NotImplemented" if fault == "501" else "InvalidArgument")
         if fault == "refused":
             return _break(request)
         if fault == "slow":
             await asyncio.sleep(self._slow_seconds)
-        header = "if-none-match" if fault == "unconditional" else ""
+        header = {"unconditional": "if-none-match", "whole": "range", "shifted": "range"}.get(fault, "")
+        changed = {}
+        if fault == "shifted" and (bounds := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))):
+            changed["Range"] = f"bytes={int(bounds[1]) + 1}-{int(bounds[2]) + 1}"
         async with self._http.request(
             request.method,
             f"{self._upstream}{self.path(request)}",
-            headers={name: value for name, value in request.headers.items() if name.lower() != header},
+            headers={name: value for name, value in request.headers.items() if name.lower() != header} | changed,
             data=await request.read(),
             allow_redirects=False,
         ) as upstream:
@@ -103,6 +120,9 @@ class FaultyS3:
             status, body = upstream.status, self.told(request, body)
         if fault == "damaged" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
+        if fault == "short" and request.method == "GET":
+            body = body[: len(body) // 2]
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-checksum")}
         if fault == "bare 412":
             body = re.sub(rb"<Condition>.*?</Condition>", b"", body)
         if fault == "lost reply":

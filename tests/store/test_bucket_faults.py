@@ -224,6 +224,70 @@ def test_a_body_of_full_length_with_other_bytes_is_read_again(planted: Endpoint,
     assert planted.made["damaged"] == 2
 
 
+@pytest.mark.parametrize("fault", ["whole", "shifted", "short"])
+def test_a_range_has_the_bytes_that_were_requested(
+    planted: Endpoint, store: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, data = Location(store), bytes(range(200))
+    place.write("object", data)
+    planted.plant(fault, "GET .*object", times=2)
+    assert place.read_range("object", 10, 20) == data[10:20]
+    assert planted.made[fault] == 2
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.01")
+    planted.plant(fault, "GET .*object")
+    with pytest.raises(StoreUnavailable, match="in reply to bytes=10-19: a proxy ignores or changes ranges"):
+        place.read_range("object", 10, 20)
+
+
+def test_a_whole_object_has_the_size_that_the_service_reports(planted: Endpoint, store: str) -> None:
+    place, data = Location(store), bytes(range(200))
+    place.write("object", data)
+    planted.plant("short", "GET .*object", times=2)
+    assert place.read("object") == data
+    assert planted.made["short"] == 2
+
+
+def test_an_object_is_missing_only_if_the_service_reports_it(
+    planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy answers 404 for all while the service behind it restarts; a stage that is complete must not seem missing."""
+    place = Location(store)
+    place.write("object", b"x" * 9)
+    for name, operation in OPERATIONS.items():
+        planted.plant("foreign 404", ".*", times=1)
+        result = operation(place)
+        assert name not in ANSWERS or result == ANSWERS[name], name
+        with monkeypatch.context() as impatience:
+            impatience.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.01")
+            planted.plant("foreign 404", ".*")
+            with pytest.raises(StoreUnavailable, match=r"HTTP 404.*not an error of S3: another program answers"):
+                operation(place)
+        planted.heal()
+
+
+def test_a_redirection_to_nowhere_is_named(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Location(store)
+    place.create("object", b"x")
+    monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.01")
+    planted.plant("redirect", ".*")
+    for operation in (lambda: place.read("object"), lambda: place.write("other", b"y"), lambda: place.names()):
+        with pytest.raises(StoreUnavailable, match=r"301 redirects to nothing.*AWS_ENDPOINT_URL.*AWS_DEFAULT_REGION"):
+            operation()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda place: place.read("object"), lambda place: place.write("object", b"y"), lambda place: place.names()],
+)
+def test_a_clock_that_differs_is_named(planted: Endpoint, store: str, operation: Callable[[Location], object]) -> None:
+    """The reply to a HEAD has no body to name it; its date shows it."""
+    place = Location(store)
+    place.write("object", b"x")
+    planted.plant("skewed", ".*")
+    with pytest.raises(StoreError, match="clock differs from the bucket's by more than it accepts: set the clock"):
+        operation(place)
+
+
 def test_a_list_without_an_end_is_an_error(planted: Endpoint, store: str, impatient: None) -> None:
     place = Location(store)
     place.write("a/object", b"x")
