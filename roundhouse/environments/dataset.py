@@ -92,7 +92,7 @@ class RewardedDataset(Environment):
         data = self._source[0]
         file = Path(data)
         stamp = (status.st_mtime_ns, status.st_size) if file.is_file() and (status := file.stat()) else None
-        columns, rows = _dealt_rows(*self._source, stamp)
+        columns, rows = dealt_rows(*self._source, stamp)
         for reward in self._rewards:
             reward.refuse_missing(columns, data)
         return rows[split]
@@ -229,7 +229,7 @@ def _described(value: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _dealt_rows(
+def dealt_rows(
     data: str, subset: str | None, split: str, prompt: str, heldout: float, stamp: object
 ) -> tuple[list[str], dict[Split, list[TaskRow]]]:
     """Return the columns of the data, and its task rows by split.
