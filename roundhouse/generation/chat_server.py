@@ -212,7 +212,7 @@ class ChatServer:
         except ContinuationBroken as error:
             await reply_error(send, 400, "continuation_broken", str(error), "messages")
         except SamplingRefused as error:
-            await reply_error(send, 400, "sampling_refused", str(error), "temperature")
+            await reply_error(send, 400, "sampling_refused", str(error), error.parameter)
         except PolicyUnavailable as error:
             await reply_error(send, 503, "policy_unavailable", str(error))
         except ClientGone:

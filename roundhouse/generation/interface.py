@@ -159,13 +159,20 @@ def create_backend(tokenized: TokenizedGeneration, model_dir: str, name: str | N
     Raises:
         ConfigError: the name is unknown; the text lists the known ones.
     """
-    name = name or tokenized.config.backend
-    made: Any = plugins.chosen("engine", name, GenerationInterface, "generation.backend")
+    return backend_class(name or tokenized.config.backend)(tokenized, model_dir)
+
+
+def backend_class(name: str) -> type[GenerationInterface]:
+    """Return the class of a backend.
+
+    Raises:
+        ConfigError: the name is unknown, or the class lacks a method.
+    """
+    made: type[GenerationInterface] = plugins.chosen("engine", name, GenerationInterface, "generation.backend")
     if inspect.isabstract(made):
         missing = ", ".join(sorted(made.__abstractmethods__))
         raise ConfigError(f"generation.backend is {name}, which does not define {missing}.")
-    backend: GenerationInterface = made(tokenized, model_dir)
-    return backend
+    return made
 
 
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:

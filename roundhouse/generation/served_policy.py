@@ -156,7 +156,11 @@ class PolicyUnavailable(InfraError):
 
 
 class SamplingRefused(DataError):
-    """The request would draw from another distribution than the run's."""
+    """The request would draw from another distribution than the run's; `parameter` is the first field that differs."""
+
+    def __init__(self, text: str, parameter: str = "temperature") -> None:
+        super().__init__(text)
+        self.parameter = parameter
 
 
 class Gate:
@@ -269,10 +273,15 @@ class ServedPolicy:
             return
         sampling = {name: getattr(draw, name) for name in SAMPLED}
         if sampling not in allowed:
+            nearest = max(
+                allowed, key=lambda each: sum(each.get(name) == sampling[name] for name in sampling), default={}
+            )
+            other = next(name for name in sampling if nearest.get(name) != sampling[name])
             raise SamplingRefused(
                 f"The request asks for {sampling}, but the run samples with {allowed}, and its trainer computes ratios for "
                 f"that distribution. Send one of these (the defaults are temperature 1, top_p 1, no "
-                "top_k), or set the run's generation.sampling to the values of the agent."
+                "top_k), or set the run's generation.sampling to the values of the agent.",
+                other,
             )
 
     @property

@@ -26,6 +26,7 @@ from roundhouse.config.generation import Endpoint, training_endpoints, weight_up
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
 from roundhouse.config.operations import with_set
+from roundhouse.config.placement import trainer_launcher
 from roundhouse.config.secrets import read_secret
 from roundhouse.config.training import TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
@@ -42,6 +43,7 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.policy import code_of, code_of_type
 from roundhouse.http.clients import http_client, proxy_note
 from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
+from roundhouse.launch.base import Launcher
 from roundhouse.policy.gguf import check_gguf, gguf_file, template_of, tokenizer_of
 from roundhouse.policy.model_directory import (
     BUNDLED,
@@ -102,6 +104,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
 
         build_algorithm(algorithm)
     build_curriculum(config.rollout.curriculum)
+    _refuse_unfit_classes(config)
     for key, each in environments_in(config.environment).items():
         plugins.check("environment", each.kind, each)
         for name, criteria in (("rubric", each.rubric), ("audit", each.audit)):
@@ -139,6 +142,26 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
         from roundhouse.stages.offline import find_datasets, refuse_other_sampling
 
         refuse_other_sampling(config, find_datasets(config.store, config.offline.datasets))
+
+
+def _refuse_unfit_classes(config: RunConfig) -> None:
+    """Refuse an engine, a weight transport or a launcher of the user's that cannot be imported or is incomplete."""
+    generation = config.generation
+    if ":" in generation.backend and config.infra.runs_here and generation.engine_url is None:
+        from roundhouse.generation.interface import backend_class
+
+        backend_class(generation.backend)
+    if not isinstance(generation.weight_sync, str):
+        from roundhouse.weight_sync.base import load_transport
+
+        load_transport(generation.weight_sync)
+    launchers = {
+        "train.service.launcher": trainer_launcher(config),
+        "rollout.distribution.launcher": getattr(config.rollout.distribution, "launcher", None),
+    }
+    for key, name in launchers.items():
+        if name is not None and ":" in name:
+            plugins.chosen("launcher", name, Launcher, key)
 
 
 def _has_begun(config: RunConfig, remote: bool) -> bool:

@@ -222,8 +222,10 @@ async def test_the_refusal_reaches_the_agent_as_an_error_with_a_code(policy, pol
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://engine") as client:
         refused = await client.post("/v1/chat/completions", json=body | {"temperature": 0.5})
+        filtered = await client.post("/v1/chat/completions", json=body | {"temperature": 0.8, "top_p": 0.9})
         taken = await client.post("/v1/chat/completions", json=body | {"temperature": 0.8})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "sampling_refused")
+    assert [each.json()["error"]["param"] for each in (refused, filtered)] == ["temperature", "top_p"]
     assert taken.status_code == 200
 
 

@@ -91,6 +91,27 @@ def heads_that_the_ranks_cannot_divide(_: Path) -> dict[str, Any]:
     return {"train": {"service": {"kind": "resident", "processes": 4, "context_parallel": 4}}}
 
 
+def missing_engine(directory: Path) -> dict[str, Any]:
+    return {"generation": {"backend": str(directory / "mine.py:Mine")}}
+
+
+def engine_of_one_method(directory: Path) -> dict[str, Any]:
+    (directory / "mine.py").write_text(
+        "from roundhouse.generation.interface import GenerationInterface\nclass Mine(GenerationInterface):\n"
+        "    def generate(self, data, greedy): ...\n"
+    )
+    return {"generation": {"backend": str(directory / "mine.py:Mine")}}
+
+
+def missing_transport(_: Path) -> dict[str, Any]:
+    return {"generation": {"weight_sync": {"kind": "custom", "target": "nowhere:Transport"}}}
+
+
+def missing_launcher(directory: Path) -> dict[str, Any]:
+    launcher = str(directory / "mine.py:Mine")
+    return {"train": {"service": {"kind": "resident", "processes": 2, "launcher": launcher}}}
+
+
 def missing_algorithm(directory: Path) -> dict[str, Any]:
     return {"train": {"algorithm": {"kind": "custom", "target": str(directory / "mine.py:Mine")}}}
 
@@ -122,6 +143,10 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (class_without_demonstrations, "the environment mine has no demonstrations"),
         (rows_of_two_agents, "'b' is for the agent 'b' (agent_ref.name), but 'a' plays all rows"),
         (missing_algorithm, "train.algorithm.target: no file {directory}/mine.py"),
+        (missing_engine, "generation.backend: no file {directory}/mine.py"),
+        (engine_of_one_method, "which does not define finish_generation, prepare_for_generation"),
+        (missing_transport, "generation.weight_sync"),
+        (missing_launcher, "train.service.launcher: no file {directory}/mine.py"),
         (missing_loss, "mine.py has no function loss. Available: others."),
         (unknown_dataset, "nightly"),
         (file_for_a_store, "store is {directory}/file/store, but {directory}/file is not a directory"),

@@ -297,6 +297,31 @@ def foreign_journal(script: Script, **changes: Any) -> list[str]:
     return journal
 
 
+def test_a_rollout_seeds_asks_calls_asks_again_and_verifies():
+    """The example of NeMo Gym's architecture: a calculation with one call of a tool."""
+    app, journal = FastAPI(), []
+    call = {"type": "function_call", "call_id": "c", "name": "calculate", "arguments": '{"expression": "2+2"}'}
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "The answer is 4"}]}
+
+    @app.post("/{route:path}")
+    async def any_route(route: str, request: Request) -> Any:
+        journal.append(route)
+        if route == "v1/responses":
+            return {"id": "r", "object": "response", "output": [message if "calculate" in journal else call]}
+        if route == "verify":
+            output = (await request.json())["response"]["output"]
+            assert [item["type"] for item in output] == ["function_call", "function_call_output", "message"]
+            assert output[1]["output"] == '"4"', "the body of the reply, as NeMo Gym's agent takes it"
+        return {"calculate": "4", "verify": {"reward": 1.0}}.get(route, {})
+
+    with (
+        serving(app) as both,
+        serving(build_app(agent_config(model_route="responses"), "agent", both, both)) as url,
+    ):
+        assert httpx.post(f"{url}/run", json=counter_row(), timeout=20).json()["reward"] == 1.0
+    assert journal == ["seed_session", "v1/responses", "calculate", "v1/responses", "verify"]
+
+
 def test_calls_of_one_reply_run_together_where_that_is_configured():
     begins, ends = "add begins", "add ends"
     for parallel, order in ((False, [begins, ends, begins, ends]), (True, [begins, begins, ends, ends])):
