@@ -203,12 +203,12 @@ def _explain(item: Any) -> str:
         near = difflib.get_close_matches(tag, known, n=1)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
         return f"  {section}.kind: {tag!r} is unknown.{suggestion} Available: {', '.join(known)}."
+    if item["type"] == "missing":
+        return f"  {section}: not set, and without a default. Set it in the file, or with --set {section}=VALUE."
     message = masked_text(item["msg"].removeprefix("Value error, "))
     if item["type"] == "string_pattern_mismatch":
         message = f"must be {in_words(item['ctx']['pattern'])}"
-    value_text = (
-        "" if item["type"] in ("missing", "value_error") else f" (given: {masked(item['input'], str(location[-1]))!r})"
-    )
+    value_text = "" if item["type"] == "value_error" else f" (given: {masked(item['input'], str(location[-1]))!r})"
     return f"  {section or 'configuration'}: {message}{value_text}"
 
 

@@ -538,3 +538,10 @@ def test_a_store_names_no_loss_and_no_launcher_unasked() -> None:
     assert unnamed_code(config, [f"{key}={value}" for key, value in named.items()]) == {}
     plain = {"algorithm": {"policy_loss": "cispo"}, "service": {"kind": "process", "launcher": "subprocess"}}
     assert unnamed_code(parse_config({"run_id": "r", "train": plain}), []) == {}
+
+
+def test_a_key_that_is_missing_is_named_with_the_ways_to_set_it() -> None:
+    with pytest.raises(ConfigError, match=r"run_id: not set, and without a default\. .*--set run_id=VALUE"):
+        parse_config({})
+    with pytest.raises(ConfigError, match=r"environment\.url: not set.*--set environment\.url=VALUE"):
+        parse_config({"run_id": "r", "environment": {"kind": "remote"}})
