@@ -83,17 +83,18 @@ ANSWER_SECONDS = 10.0
 TRIAL_SECONDS = 10.0
 
 
-def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True, draws: bool = True) -> None:
+def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True, draws: bool | None = None) -> None:
     """Refuse a run whose store, algorithm, curriculum, environment, tasks, starting policy or datasets are unusable.
 
     Args:
         remote: check buckets, too. A dry run makes no remote requests.
         trains: the engine has to take new weights.
-        draws: training tasks are drawn.
+        draws: training tasks are drawn; None: if the run trains.
 
     Raises:
         ConfigError: names the key and the remedy.
     """
+    draws = trains if draws is None else draws
     _refuse_unwritable_store(config)
     _refuse_slow_bfloat16(config)
     refuse_unknown_metric(config)

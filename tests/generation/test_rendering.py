@@ -109,5 +109,5 @@ def test_a_template_writes_the_day_that_the_run_pins(
         tree = {"run_id": "r", "environment": {"kind": "sort"}, "generation": {"template_date": day}}
         config = parse_config(tree | {"policy": {"kind": "pretrained", "path": str(tmp_path)}})
         monkeypatch.setattr(preflight, "check_model_directory", lambda path, length: None)
-        preflight._starting_policy(config, False, None, None)
+        preflight._prompts(config, False, None)
         assert caplog.text.count("Set generation.template_date to keep one day") == reports
