@@ -22,7 +22,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -205,6 +205,55 @@ def hide_packages(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages with libraries that are compiled for one build of torch. vLLM requires all three. If
+they are installed, transformers and vLLM import them for text models, too."""
+
+
+@functools.cache
+def broken_torch_extensions() -> dict[str, str]:
+    """Import torch's extensions, hide the broken ones from this process, and return their errors by name.
+
+    PyPI has builds for CUDA, which fail with a torch for CPU. A hidden package looks as if it were not installed, which
+    text models do not notice. Without this call, transformers fails and blames a class of a model.
+    """
+    broken = {}
+    for name in TORCH_EXTENSIONS:
+        if not _is_installed(name):
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a broken library ends in any kind
+            if name == "torchcodec" and isinstance(error, RuntimeError):
+                continue  # FFmpeg is missing, which vLLM and transformers expect
+            broken[name] = " ".join(f"{type(error).__name__}: {error}".split())
+            for module in [each for each in sys.modules if each.startswith(f"{name}.")]:
+                del sys.modules[module]
+            sys.modules[name] = None  # type: ignore[assignment]  # None there means: no such module
+    if broken and (checks := sys.modules.get("transformers.utils.import_utils")):
+        for check, function in vars(checks).items():
+            if check.startswith(tuple(f"is_{name}" for name in broken)):
+                function.cache_clear()  # transformers remembers that it has seen the package
+    return broken
+
+
+def extensions_remedy(names: Iterable[str]) -> str:
+    """Return the commands that mend an installation with these extensions of another build of torch."""
+    packages, build = " ".join(names), metadata.version("torch").partition("+")[2]
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return (
+        f"Text models need none of them: pip uninstall {packages}. Or install the builds for this torch: pip install "
+        f"--force-reinstall --no-deps {packages}{index}"
+    )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module without a specification: a stand-in
+        return False
+
+
 @contextmanager
 def late_classes(*targets: str) -> Iterator[None]:
     """Import the modules of these classes (`module:Class`) when an object is made, for code that the block imports.
@@ -252,17 +301,23 @@ def gc_paused(*, stays: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def lean_transformers() -> Iterator[None]:
+def lean_transformers(*, models: bool = True) -> Iterator[None]:
     """Import transformers in the block without three optional packages: scikit-learn (tuning of assistant models),
     scipy (losses of object detectors) and accelerate (models over several devices). They are a sixth of a trainer's
     imports and a quarter of an engine's.
 
-    Modules imported in the block never use them. All others can import them.
+    Modules imported in the block never use them. All others can import them. Extensions of torch that cannot be
+    imported are hidden from the whole process (`broken_torch_extensions`).
+
+    Args:
+        models: the block imports models or their configurations, and thus torch and its extensions.
 
     If this is the first import of transformers, it does not read the metadata of all installed packages either: 0.7 s
     of CPU with 300 of them, for the versions of ten known ones.
     """
     with gc_paused(stays=False), _distributions_by_need():
+        if models:
+            broken_torch_extensions()
         from transformers import utils
 
     checks = ("is_sklearn_available", "is_scipy_available", "is_accelerate_available")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import ConfigError
+from roundhouse.imports import broken_torch_extensions
 
 
 def load_pretrained(kind: Any, directory: str | Path, **options: Any) -> Any:
@@ -28,6 +30,7 @@ def load_pretrained(kind: Any, directory: str | Path, **options: Any) -> Any:
         ConfigError: the directory can only be loaded by its own code.
         OSError, ValueError: as transformers raises them.
     """
+    broken_torch_extensions()
     load: Callable[..., Any] = kind.from_pretrained
     with without_progress_bars():
         return _without_own_code(load, str(directory), directory, local_files_only=True, **options)
@@ -42,6 +45,7 @@ def build_model(shape: Any, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
+    broken_torch_extensions()
     composite = shape.get_text_config() is not shape
     kind: Any = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
     if "attn_implementation" not in options and caps_scores(shape):
@@ -83,6 +87,16 @@ def without_progress_bars() -> Iterator[None]:
 def _without_own_code(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
     try:
         return load(*arguments, trust_remote_code=False, **options)
+    except (
+        ModuleNotFoundError
+    ) as error:  # of transformers, which blames a class of a model; the cause is another package
+        if error.__cause__ is None:
+            raise
+        cause = _first_cause(error)
+        raise ConfigError(
+            f"transformers cannot import its classes for {name}. The cause: {type(cause).__name__}: {cause}, raised in "
+            f"{_file_of(cause)}. Reinstall or uninstall that package."
+        ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -90,3 +104,16 @@ def _without_own_code(load: Callable[..., Any], name: str, *arguments: Any, **op
             f"The model directory {name} needs its own code to load (auto_map), which is never executed. Use an "
             "architecture that transformers supports."
         ) from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _file_of(error: BaseException) -> str:
+    """Return the first file of a traceback that is neither transformers' nor Python's import machinery."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    others = (file for file in files if not re.search(r"^<|/transformers/|/importlib/", file))
+    return next(others, "transformers")

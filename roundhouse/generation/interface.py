@@ -286,9 +286,15 @@ class VllmGeneration(ListGeneration):
         self._llm.reset_prefix_cache()
 
     def _started(self) -> Any:
-        from roundhouse.generation.vllm_engine import allow_proxies, engine_arguments, environment
+        from roundhouse.generation.vllm_engine import (
+            allow_proxies,
+            engine_arguments,
+            environment,
+            refuse_broken_extensions,
+        )
 
         config = self.tokenized.config
+        refuse_broken_extensions(config, self.model_dir)
         for key, value in environment(config).items():
             os.environ.setdefault(key, value)
         from vllm import LLM

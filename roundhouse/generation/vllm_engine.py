@@ -33,6 +33,7 @@ import orjson
 
 from roundhouse.config.generation import InflightRequests
 from roundhouse.config.models import GenerationConfig
+from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import (
     AsgiApp,
     Draw,
@@ -43,6 +44,7 @@ from roundhouse.generation.protocol import (
 from roundhouse.generation.tool_calls import ToolCalls, ToolParser, bounded, thought_end, tool_call
 from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.http.asgi import Receive, Send
+from roundhouse.imports import broken_torch_extensions, extensions_remedy
 from roundhouse.pretrained import is_composite
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
@@ -90,6 +92,20 @@ def preload(config: GenerationConfig) -> dict[str, str]:
         return {}
     library = find_library("tcmalloc_minimal") or find_library("tcmalloc")
     return {"LD_PRELOAD": library} if library else {}
+
+
+def refuse_broken_extensions(config: GenerationConfig, model_dir: str) -> None:
+    """Hide extensions of torch that cannot be imported from vLLM; refuse them if vLLM would see or miss them.
+
+    On a GPU vLLM starts its engine in another process, which does not hide them. The class of a composite model needs
+    torchvision.
+    """
+    broken = broken_torch_extensions()
+    if broken and (config.gpus_per_replica > 0 or ("torchvision" in broken and is_composite(Path(model_dir)))):
+        errors = "; ".join(f"{name}: {error}" for name, error in broken.items())
+        raise ConfigError(
+            f"vLLM cannot start, because packages do not fit torch: {errors}. {extensions_remedy(broken)}"
+        )
 
 
 def allow_proxies() -> None:
@@ -210,6 +226,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self) -> None:
+        refuse_broken_extensions(self.config, self._model_dir)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

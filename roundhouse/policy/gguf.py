@@ -249,4 +249,7 @@ def main(file: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -189,7 +189,7 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], generation_prompt: bool = True
     ) -> str:
-        with lean_transformers():
+        with lean_transformers(models=False):
             from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

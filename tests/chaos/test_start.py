@@ -18,6 +18,7 @@ from roundhouse.imports import gc_paused, hide_packages
 from roundhouse_flows.iteration import iteration
 from roundhouse_flows.on_demand import collect, evaluate
 from roundhouse_flows.train import train, train_offline
+from tests.broken_extensions import write_broken_extensions
 
 pytestmark = pytest.mark.real
 
@@ -62,15 +63,19 @@ assert known.get("torch") == ["torch"] and known.read is not None
 assert known.get("yaml") == packages_distributions()["yaml"] and known.read is None
 """
 """What is installed is read when a package is asked for whose distribution is named otherwise."""
-UNUSED = "assert not {'sklearn', 'scipy', 'accelerate', 'pandas'} & set(sys.modules)"
+UNUSED = """
+assert not {'sklearn', 'scipy', 'accelerate', 'pandas'} & set(sys.modules)
+assert [sys.modules.get(name, 1) for name in ('torchvision', 'torchaudio', 'torchcodec')] == [None] * 3
+"""
 
 
 @pytest.mark.parametrize("process", STARTS)
-def test_a_trainer_and_an_engine_start_without_what_they_do_not_use_which_can_be_imported_still(
+def test_a_trainer_and_an_engine_start_without_packages_that_are_unused_or_broken(
     process: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    write_broken_extensions(tmp_path)
     there = "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
     told = imported_by("\n".join(["import sys", STARTS[process], UNUSED, there, BY_NAME, "import sklearn.metrics"]))
     assert {"transformers", "sklearn", "scipy"} <= set(told)

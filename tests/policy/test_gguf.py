@@ -1,7 +1,9 @@
 """GGUF files: refusals before a conversion, and the result of a conversion."""
 
 import json
+import os
 import struct
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
+from tests.broken_extensions import write_broken_extensions
 
 with_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf: make smollm2")
 
@@ -100,7 +103,11 @@ def test_too_little_memory_is_said_before_the_start(monkeypatch: pytest.MonkeyPa
 
 
 @with_gguf
-def test_a_converted_model_has_the_tensors_of_the_file_and_is_made_once(tmp_path: Path) -> None:
+def test_a_converted_model_has_the_tensors_of_the_file_and_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_broken_extensions(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "packages"), *sys.path]))
     file = tiny_gguf(tmp_path / "source")
     told: list[str] = []
     directory, report = gguf.converted(file, tmp_path / "cache", told.append)

