@@ -16,6 +16,7 @@ from roundhouse.config.loading import flatten, load_config, parse_config
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.infra.consents import record_consent
 from roundhouse.store.run import Run, open_run
+from roundhouse_flows import deployments
 from roundhouse_flows.forms import (
     ApproveForm,
     CollectForm,
@@ -48,6 +49,13 @@ def test_what_is_filled_in_reaches_its_key_and_overrides_come_last() -> None:
     config = form.resolve("/somewhere")
     assert (config.run_id, config.train.optimizer.learning_rate) == ("mine", 1e-5)
     assert (config.rollout.group_size, config.seed, config.infra.state) == (4, 7, "/somewhere")
+
+
+def test_a_form_that_cannot_begin_leaves_no_record_of_a_run(tmp_path: Path) -> None:
+    overrides = [f"store={tmp_path / 'store'}", "finish.metric=nothing", "finish.at_least=1"]
+    with pytest.raises(ConfigError, match="no stage reports it"):
+        deployments.train.fn(TrainForm(run_id="mine", overrides=overrides))
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("field", sorted(TrainForm.KEYS.keys() - {"resume"}))
