@@ -239,11 +239,12 @@ def broken_torch_extensions() -> dict[str, str]:
 
 def extensions_remedy(names: Iterable[str]) -> str:
     """Return the commands that mend an installation with these extensions of another build of torch."""
-    packages, build = " ".join(names), metadata.version("torch").partition("+")[2]
+    names, build = list(names), metadata.version("torch").partition("+")[2]
+    versions = " ".join(f"{name}=={metadata.version(name).partition('+')[0]}" for name in names)
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     return (
-        f"Text models need none of them: pip uninstall {packages}. Or install the builds for this torch: pip install "
-        f"--force-reinstall --no-deps {packages}{index}"
+        f"Text models need none of them: pip uninstall {' '.join(names)}. Or install the builds for this torch: pip install "
+        f"--force-reinstall --no-deps {versions}{index}"
     )
 
 

@@ -45,6 +45,9 @@ def test_a_file_that_imports_an_old_module_is_refused_with_the_new_names(tmp_pat
         load_class(f"{file}:Weather", Environment, "environment.target")
 
 
+VERSIONS = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.1", "torchcodec": "0.17.0"}
+
+
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Errors of broken extensions of torch in this process, which are hidden during the test."""
@@ -55,6 +58,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         del sys.modules[name]
     find = imports.broken_torch_extensions.__wrapped__
     errors = find()
+    monkeypatch.setattr(imports.metadata, "version", VERSIONS.__getitem__)
     for module in (machine, vllm_engine):
         monkeypatch.setattr(module, "broken_torch_extensions", lambda: errors)
     return errors
@@ -76,17 +80,19 @@ def test_torchcodec_without_ffmpeg_is_not_hidden(tmp_path: Path, monkeypatch: py
 
 
 def test_doctor_names_extensions_that_do_not_fit_torch(broken: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.1"}
+    installed = dict(VERSIONS)
     monkeypatch.setattr(machine, "installed", lambda: installed)
-    monkeypatch.setattr(imports.metadata, "version", installed.__getitem__)
     (finding,) = machine.torch_extensions()
     assert finding.status == "warn"
     assert "torchvision 0.28.0 (RuntimeError: operator torchvision::nms does not exist)" in finding.detail
     assert "pip uninstall torchvision torchaudio torchcodec" in finding.remedy
-    assert finding.remedy.endswith("--index-url https://download.pytorch.org/whl/cpu")
+    assert finding.remedy.endswith(
+        "torchvision==0.28.0 torchaudio==2.11.1 torchcodec==0.17.0 --index-url https://download.pytorch.org/whl/cpu"
+    )
     monkeypatch.setattr(machine, "broken_torch_extensions", dict)
     assert [each.status for each in machine.torch_extensions()] == ["ok"]
-    del installed["torchvision"], installed["torchaudio"]
+    for name in SOURCES:
+        del installed[name]
     assert machine.torch_extensions() == []
 
 
