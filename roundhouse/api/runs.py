@@ -123,12 +123,13 @@ class RunHandle:
         from roundhouse.api.rows import Rows
         from roundhouse.sql.database import TABLES
         from roundhouse.sql.parts import dataset_of, runs_stages
+        from roundhouse.store.stage import MANIFEST
 
         iterations = None if iteration is None else {iteration} if isinstance(iteration, int) else set(iteration)
         present: set[int] = set()
 
         def is_wanted(stage: StageFiles) -> bool:
-            if stage.stage not in stages:
+            if stage.stage not in stages or MANIFEST not in stage.names:
                 return False
             present.add(stage.iteration)
             return iterations is None or stage.iteration in iterations

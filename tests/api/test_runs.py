@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pyarrow.dataset as ds
 import pytest
 
@@ -43,6 +46,12 @@ def test_rows_are_those_of_the_iteration_and_split_that_are_asked_for(store: str
     assert counts == (10, 1, 22)
     with pytest.raises(StoreError, match=r"no rollouts of iteration 7 .*Iterations with rollouts: 1, 2"):
         run.rollouts(iteration=7)
+    unfinished = Path(store) / "runs/r/iterations/000003/collect"
+    unfinished.mkdir(parents=True)
+    (unfinished / "rollouts-a1.parquet").touch()
+    with pytest.raises(StoreError, match=r"no rollouts of iteration 3 .*Iterations with rollouts: 1, 2\."):
+        run.rollouts(iteration=3)
+    shutil.rmtree(unfinished.parent)
     with pytest.raises(ConfigError, match="split is 'test'; run 'r' has: train, heldout"):
         run.rollouts(split="test")
 
