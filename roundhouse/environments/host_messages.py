@@ -109,11 +109,18 @@ def read_message(data: bytes | memoryview) -> list[Any]:
 
 
 def take_messages(received: bytearray) -> list[list[Any]]:
-    """Remove whole frames from the received bytes, and return their messages."""
+    """Remove whole frames from the received bytes, and return their messages.
+
+    Raises:
+        ValueError: the bytes are not frames, such as those that user code wrote into a file descriptor that it did not open.
+    """
     messages, begin, size = [], 0, len(received)
     with memoryview(received) as view:
         while size >= begin + 4:
-            end = begin + 4 + int.from_bytes(view[begin : begin + 4], "little")
+            length = int.from_bytes(view[begin : begin + 4], "little")
+            if not 0 < length <= MOST_BYTES + 1:
+                raise ValueError(f"{length} is not the length of a message")
+            end = begin + 4 + length
             if size < end:
                 break
             messages.append(read_message(view[begin + 4 : end]))

@@ -84,6 +84,8 @@ HELD_AT_LIMIT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 END_SECONDS = 2.0
 """From the closed socket to SIGKILL."""
+KILL_ROUNDS = 20
+"""Looks at a process's session, since code may fork while it is killed."""
 MOST_ABANDONED = 32
 
 
@@ -280,6 +282,7 @@ class EnvironmentProcess(asyncio.Protocol):
         else:
             self._transport.abort()
         self._process.kill()
+        _kill_session(self._process.pid)
         self._process.wait()
         self._trace.close()
 
@@ -287,7 +290,12 @@ class EnvironmentProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
-        for message in take_messages(self._unread):
+        try:
+            messages = take_messages(self._unread)
+        except ValueError:
+            self._end_as_lost("wrote into a file descriptor that it did not open")
+            return
+        for message in messages:
             self._take(*message)
 
     def _take(self, number: int, kind: str, content: Any) -> None:
@@ -387,7 +395,10 @@ class EnvironmentProcess(asyncio.Protocol):
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        reason = f"ended it with exit status {self._process.poll()}"
+        self._end_as_lost(f"ended it with exit status {self._process.poll()}")
+
+    def _end_as_lost(self, reason: str) -> None:
+        """End the process, and fail the running call as the cause and all others as victims."""
         self.kill()
         if (pending := self._calls.get(self._runner())) is None:
             self._lose_all(EnvironmentLost, reason)
@@ -421,6 +432,25 @@ class EnvironmentProcess(asyncio.Protocol):
 
 
 _TRACED = re.compile(r'File "(.*)", line (\d+) in (\S+)')
+
+
+def _kill_session(leader: int) -> None:
+    """Kill the processes of a session: those that user code forked outlive the process that they came from."""
+    for _ in range(KILL_ROUNDS):
+        members = [process for process in psutil.process_iter() if _is_alive_in(process, leader)]
+        for process in members:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not members:
+            return
+        psutil.wait_procs(members, timeout=0.1)
+
+
+def _is_alive_in(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, psutil.Error):
+        return False
 
 
 def _memory_file() -> IO[bytes]:

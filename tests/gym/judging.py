@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,3 +49,24 @@ def judge_badly(task: TaskRow, outcome: CommandOutcome) -> float:
 def keep_output(task: TaskRow, outcome: CommandOutcome) -> float:
     Path(os.environ["KEPT"]).write_text(outcome.output)
     return 0.0
+
+
+def leave_a_process(task: TaskRow, outcome: CommandOutcome) -> float:
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    Path(os.environ["KEPT"]).write_text(str(child))
+    return 1.0
+
+
+def write_into_every_descriptor_once(task: TaskRow, outcome: CommandOutcome) -> float:
+    try:
+        Path(os.environ["KEPT"]).touch(exist_ok=False)
+    except FileExistsError:
+        return 1.0
+    for descriptor in range(3, 32):
+        try:
+            os.write(descriptor, b"from user code")
+        except OSError:
+            continue
+    return 1.0
