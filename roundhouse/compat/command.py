@@ -49,7 +49,7 @@ from roundhouse.http.asgi import reply
 from roundhouse.http.ports import HttpThread
 from roundhouse.imports import load_function
 from roundhouse.infra.processes import Child, Children
-from roundhouse.infra.regular_files import NotReadable, read_regular
+from roundhouse.infra.regular_files import NotReadable, read_regular, remove_tree
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.hosted import HostedFunctions
 from roundhouse.rollout.protocol import BadTaskRow, ClientWithRows, NoTrainableTokens
@@ -62,6 +62,8 @@ LOOK_SECONDS = 0.05
 GRACE_SECONDS = 2.0
 """Time from SIGTERM to SIGKILL for processes that a program leaves running."""
 MOST_RESULT_BYTES = 16 * 2**20
+MOST_OUTPUT_BYTES = 256 * 2**20
+"""Of a program's standard output and error: a loop that prints must not fill the disk of all rollouts."""
 INHERITED = (
     "PATH",
     "HOME",
@@ -204,7 +206,7 @@ class ProgramModelServer:
         self._opened = None
         await children.close()
         await asyncio.to_thread(server.close)
-        shutil.rmtree(directory, ignore_errors=True)
+        await asyncio.to_thread(remove_tree, directory)
 
 
 class Play:
@@ -331,15 +333,16 @@ class CommandAgent:
                 child = children.start(name, client.command, work, client.variables | variables)
             except OSError as error:
                 raise CommandFailed(f"{client.command[0]} cannot be started: {error}") from error
-            while (code := child.process.poll()) is None:  # noqa: ASYNC110 - there is no event for a process's end
+            while (code := child.process.poll()) is None:
                 await asyncio.sleep(LOOK_SECONDS)
+                _verify_output(client.command[0], child)
             await self._judge(attempt, play, code, child, directory)
         finally:
             rollout.environment_seconds = max(0.0, time.perf_counter() - begun - rollout.generation_seconds)
             del client.host.plays[name]
             await children.end(name)
             children.log(name).unlink(missing_ok=True)
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, directory)
 
     async def _judge(self, attempt: RolloutAttempt, play: Play, code: int, child: Child, directory: Path) -> None:
         rollout, llm = attempt.rollout, play.llm
@@ -365,6 +368,18 @@ class CommandAgent:
             rollout.status = Status.MASKED
         attempt.response = llm.response(rollout.finish_reason)
         attempt.answer = {**(result or {}), "reward": verdict.reward}
+
+
+def _verify_output(program: str, child: Child) -> None:
+    try:
+        size = child.log.stat().st_size
+    except OSError:  # the program has deleted it
+        return
+    if size > MOST_OUTPUT_BYTES:
+        raise CommandFailed(
+            f"{program} wrote more than {MOST_OUTPUT_BYTES >> 20} MiB to its standard output and error. Let it write less. "
+            f"The end of its output:\n{child.tail()}"
+        )
 
 
 def _result(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 Invariant: a process belongs to a service when its environment carries the service's mark, or when it is in the session that
 the service was started in. Both are inherited; a process has to shed both to escape. The caller itself never belongs.
+A child of `Children` has a guard as its parent (`roundhouse.die_with_parent`), from which no process of it can detach.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
+from roundhouse.die_with_parent import GUARD
 from roundhouse.infra.regular_files import open_regular
 from roundhouse.infra.state import StateDirectory
 from roundhouse.store.process_identity import birth, boot_id
@@ -73,20 +75,39 @@ def members(state: StateDirectory, service: str | None = None) -> list[psutil.Pr
 
 
 def carrying(marked: str, sessions: Iterable[Session] = ()) -> list[psutil.Process]:
-    """Return live processes with this mark or one that extends it by `::`, and those of the sessions, without the
-    caller.
+    """Return live processes with this mark or one that extends it by `::`, those of the sessions, and all that descend
+    from these, without the caller.
 
     A process that sets its title, as Ray's workers and agents do, overwrites the mark, but stays in its session.
     """
-    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    others = [process for process in psutil.process_iter() if process.pid != os.getpid()]
     known = {session.leader: session.born for session in sessions if _is_still(*session)}
-    return [
+    members = [
         process
         for process in others
         if _marked(process, marked, exact=True)
         or _marked(process, f"{marked}::", exact=False)
         or _in_session(process, known)
     ]
+    return members + _descendants(members, others) if members else []
+
+
+def _descendants(members: list[psutil.Process], others: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes among `others` that descend from members, without these."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in others:
+        try:
+            children.setdefault(process.ppid(), []).append(process)
+        except psutil.NoSuchProcess:
+            continue
+    numbers, waiting, result = {member.pid for member in members}, list(members), []
+    while waiting:
+        for child in children.get(waiting.pop().pid, []):
+            if child.pid not in numbers:
+                numbers.add(child.pid)
+                result.append(child)
+                waiting.append(child)
+    return result
 
 
 def end(find: Callable[[], list[psutil.Process]], *, grace_seconds: float, first: Collection[int] = ()) -> list[int]:
@@ -171,9 +192,9 @@ class Children:
     starting thread.
 
     Invariant: after `close`, and after any end of this process, even by SIGKILL, no process of the group is left,
-    however deep it was started: all carry the group's mark or are in the session of one of its children, and a reaper
-    waits for this process's end. Children have separate sessions: Ctrl-C reaches only this process, which then ends
-    them in order.
+    however deep it was started: all descend from the guard of a child, carry the group's mark or are in the session of
+    a child, and a reaper waits for this process's end. Children have separate sessions: Ctrl-C reaches only this
+    process, which then ends them in order.
 
         children = Children(Path("logs"))
         weather = children.start("weather", ["python", "app.py"], directory, environment)
@@ -213,7 +234,7 @@ class Children:
         path = self.log(name)
         with path.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "roundhouse.die_with_parent", str(os.getpid()), *command],
+                [sys.executable, "-P", "-m", "roundhouse.die_with_parent", str(os.getpid()), GUARD, *command],
                 cwd=directory,
                 env={**environment, MARK: f"{self._mark}::{name}"},
                 stdin=subprocess.DEVNULL,

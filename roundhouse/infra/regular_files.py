@@ -1,4 +1,4 @@
-"""Files that a program hands over, read without trust in their kind and size.
+"""Files and directories that a program hands over, read and deleted without trust in their kind, size and depth.
 
 Invariant: a read ends at once. A pipe, a device or a link in the place of a file is refused, since it may block or lead to
 another place; a file larger than the limit is refused unread.
@@ -6,10 +6,12 @@ another place; a file larger than the limit is refused unread.
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,3 +53,56 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     if max(size, len(content)) > most_bytes:
         raise NotReadable(f"{path.name} has more than {most_bytes} bytes")
     return content
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def remove_tree(root: Path) -> None:
+    """Delete a directory that a program filled, however deep it is; a link is deleted, not followed.
+
+    Entries that this user may not delete stay. Directories are moved up to the root one by one, since a program can nest them
+    deeper than Python's recursion and longer than a path.
+    """
+    try:
+        top = os.open(root, _DIRECTORY)
+    except OSError:
+        return
+    prefix, numbers, waiting = secrets.token_hex(8), itertools.count(), ["."]
+    try:
+        while waiting:
+            with suppress(OSError):
+                waiting += _emptied(waiting.pop(), top, (f"{prefix}-{number}" for number in numbers))
+    finally:
+        os.close(top)
+    with suppress(OSError):
+        os.rmdir(root)
+
+
+def _emptied(name: str, top: int, names: Iterator[str]) -> list[str]:
+    """Delete a directory of `top`, and return the names to which its directories were moved there."""
+    try:
+        descriptor = os.open(name, _DIRECTORY, dir_fd=top)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=top)
+        descriptor = os.open(name, _DIRECTORY, dir_fd=top)
+    moved = []
+    try:
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o700)
+        with os.scandir(descriptor) as entries:
+            content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for entry, is_directory in content:
+            with suppress(OSError):
+                if is_directory:
+                    place = next(names)
+                    os.rename(entry, place, src_dir_fd=descriptor, dst_dir_fd=top)
+                    moved.append(place)
+                else:
+                    os.unlink(entry, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    if name != ".":
+        with suppress(OSError):
+            os.rmdir(name, dir_fd=top)
+    return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 import textwrap
@@ -236,6 +237,99 @@ async def test_the_time_limit_ends_the_program_and_what_it_started(tmp_path: Pat
     assert rollout.failure_code == "rollout_timeout"
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+DAEMON = """
+    if os.fork() == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon:
+            open(os.path.join(os.path.dirname(sys.argv[0]), "daemon"), "w").write(str(daemon))
+        else:
+            os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", ""),
+        ("    import signal; os.kill(os.getpid(), signal.SIGKILL)\n", "command_failed"),
+        (
+            "    import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)\n",
+            "rollout_timeout",
+        ),
+    ],
+)
+async def test_a_process_that_left_session_and_environment_ends_with_the_program(
+    tmp_path: Path, end: str, code: str
+) -> None:
+    text = ASKS + DAEMON + "    json.dump({'reward': 1.0}, open(os.environ['ROUNDHOUSE_RESULT'], 'w'))\n" + end
+    [rollout] = await play(tmp_path, text, verifier=None, timeout_seconds=8, retry={"attempts": 1})
+    assert (rollout.failure_code or "", rollout.reward) == (code, None if code else 1.0), rollout.failure_detail
+    assert code != "command_failed" or "was killed by signal 9" in rollout.failure_detail
+    assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
+
+
+@pytest.mark.real
+async def test_a_tree_of_any_depth_is_deleted_after_its_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = (
+        ASKS
+        + """
+    json.dump({"reward": 1.0}, open(os.environ["ROUNDHOUSE_RESULT"], "w"))
+    for _ in range(1500):
+        os.mkdir("d")
+        os.symlink(os.path.dirname(sys.argv[0]), "link")
+        os.chdir("d")
+    os.mkdir("closed", 0)
+"""
+    )
+    [rollout] = await play(tmp_path, text, verifier=None)
+    assert (rollout.status, rollout.reward) == (Status.COMPLETED, 1.0), rollout.failure_detail
+    assert os.listdir(tmp_path) == ["agent.py"]
+
+
+@pytest.mark.real
+async def test_output_without_end_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundhouse.compat.command.MOST_OUTPUT_BYTES", 2**20)
+    [rollout] = await play(tmp_path, "while True:\n    print('again')\n")
+    assert rollout.failure_code == "command_failed"
+    assert re.search(r"more than 1 MiB to its standard output.*again", rollout.failure_detail or "", re.DOTALL)
+
+
+@pytest.mark.real
+async def test_a_process_that_a_verifier_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", str(tmp_path / "child"))
+    section = CommandEnvironment(
+        kind="command",
+        command=(sys.executable, str(program(tmp_path, ASKS))),
+        verifier="tests.gym.judging:leave_a_process",
+    )
+    async with CommandClient(section) as environment:
+        specs = plan_rollouts([ROW], 1, seed=3, iteration=1)
+        [rollout] = await collect(specs, ScriptedPolicy(answers), environment, rollout_config(), SAMPLING)
+    assert rollout.reward == 1.0, rollout.failure_detail
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.real
+async def test_a_verifier_that_writes_into_foreign_descriptors_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be any rollout's, since the shared memory is overwritten too: each of them is retried by default."""
+    monkeypatch.setenv("KEPT", str(tmp_path / "written"))
+    config = {"retry": {"attempts": 1}, "timeout_seconds": 60}
+    rollouts = await play(tmp_path, ASKS, verifier="write_into_every_descriptor_once", count=2, **config)
+    details = {rollout.failure_code: rollout.failure_detail or "" for rollout in rollouts if rollout.reward is None}
+    assert details.keys() == {"environment_lost"}
+    assert "wrote into a file descriptor that it did not open" in details["environment_lost"]
 
 
 @pytest.mark.real
