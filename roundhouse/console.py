@@ -240,6 +240,10 @@ class RunView(logging.Handler):
             f"  [yellow]iteration {iteration} failed[/] ({code}): {then}; see `roundhouse runs status{self._run_id}`"
         )
 
+    def _on_retry(self, name: str, about: str, text: str) -> None:
+        first, _, _ = text.partition("\n")
+        self.say(f"  [yellow]{about}: {name} failed[/], again: {escape(first)}")
+
     def _on_retraining(self, iterations: int, version: int) -> None:
         self.say(f"  training {iterations} iterations again for the optimizer state of version {version}")
 

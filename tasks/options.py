@@ -88,6 +88,8 @@ def stage_boundary(stage: str, function: Callable[P, R]) -> Callable[P, R]:
             details: dict[str, Any] = {"code": code_of(error), "kind": kind.value, "attempt": attempt, "again": again}
             if isinstance(error, Stalled):
                 details["stack"] = error.stack
+            if again:
+                announce("retry", name=stage, about=about, text=str(error))
             reporter_of(run).report_exception(stage, about, error, severity_of(error, again=again), details)
             if (known := typed(error)) is not error:
                 raise known from error

@@ -44,9 +44,11 @@ def test_without_a_terminal_there_are_plain_lines_without_control_codes() -> Non
         tell_an_iteration(1)
         announce("iteration", iteration=1, metrics=METRICS)
         announce("alert", name="reward_collapse", text="It fell [far].")
+        announce("retry", name="evaluate", about="version 0", text="The engine [1] is silent.\nTraceback")
     assert "\x1b" not in written.getvalue()
     assert "iteration   1/2  reward 0.500" in written.getvalue()
     assert "reward collapse: It fell [far]." in written.getvalue()
+    assert "version 0: evaluate failed, again: The engine [1] is silent.\n" in written.getvalue()
 
 
 def test_a_silent_wait_names_stage_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def _collect(
             if progress is not None:
                 progress(before + finished, planned)
 
+        on_progress(0, 0)  # the refit was the present activity
         collected = collection.collect(specs, config.generation.sampling, engine_url, on_progress)
         seconds += collected.window_seconds
         return collected.rollouts

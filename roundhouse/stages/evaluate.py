@@ -62,6 +62,8 @@ def evaluate_version(
         raise no_heldout_task(config)
     specs = plan_rollouts(rows, config.evaluation.samples, EVALUATION_SEED, 0)
     collection = open_collector(run, stage, version)
+    if progress is not None:
+        progress(0, len(specs))  # the refit was the present activity
     collected = collection.collect(specs, evaluation_sampling(config), engine_url, progress, on_policy=False)
     refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
