@@ -65,8 +65,12 @@ def remove_tree(root: Path) -> None:
     deeper than Python's recursion and longer than a path.
     """
     try:
+        if root.is_symlink():
+            root.unlink()
+            return
+        root.chmod(0o700)
         top = os.open(root, _DIRECTORY)
-    except OSError:
+    except OSError:  # the program has deleted it, or put something else there
         return
     prefix, numbers, waiting = secrets.token_hex(8), itertools.count(), ["."]
     try:
@@ -81,21 +85,16 @@ def remove_tree(root: Path) -> None:
 
 def _emptied(name: str, top: int, names: Iterator[str]) -> list[str]:
     """Delete a directory of `top`, and return the names to which its directories were moved there."""
-    try:
-        descriptor = os.open(name, _DIRECTORY, dir_fd=top)
-    except PermissionError:
-        os.chmod(name, 0o700, dir_fd=top)
-        descriptor = os.open(name, _DIRECTORY, dir_fd=top)
+    descriptor = os.open(name, _DIRECTORY, dir_fd=top)
     moved = []
     try:
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o700)
         with os.scandir(descriptor) as entries:
             content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for entry, is_directory in content:
             with suppress(OSError):
                 if is_directory:
                     place = next(names)
+                    os.chmod(entry, 0o700, dir_fd=descriptor)  # to move it and to read it
                     os.rename(entry, place, src_dir_fd=descriptor, dst_dir_fd=top)
                     moved.append(place)
                 else:
