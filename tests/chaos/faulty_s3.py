@@ -21,6 +21,7 @@ Some faults are only planted singly, because not every client of a campaign can 
     501, 400         this status, if the request has If-None-Match
     foreign 404      404 with a text, as of a proxy before a stopped service; the request was not done
     redirect         301 without an address or a region, the request was not done
+    moved            301 of S3 that names another region, the request was not done
     whole            the request was done without its Range
     shifted          the request was done, with the Range one byte later
     short            the request was done, half of the answer's body comes, with that length and without a checksum
@@ -94,6 +95,10 @@ class FaultyS3:
             return web.Response(status=404, text="404 page not found")
         if fault == "redirect":
             return web.Response(status=301)
+        if fault == "moved":
+            reply = web.Response(status=301) if request.method == "HEAD" else _said(301, "PermanentRedirect")
+            reply.headers["x-amz-bucket-region"] = "eu-west-1"
+            return reply
         if fault == "skewed":
             reply = web.Response(status=403) if request.method == "HEAD" else _said(403, "RequestTimeTooSkewed")
             reply.headers["Date"] = "Wed, 01 Jan 2020 00:00:00 GMT"

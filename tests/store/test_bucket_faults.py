@@ -275,6 +275,15 @@ def test_a_redirection_to_nowhere_is_named(planted: Endpoint, store: str, monkey
             operation()
 
 
+def test_another_region_is_named_if_the_client_cannot_follow(planted: Endpoint, store: str) -> None:
+    place = Location(store)
+    place.create("object", b"x")
+    planted.plant("moved", ".*")
+    for operation in (lambda: place.read("object"), lambda: place.write("other", b"y"), lambda: place.names()):
+        with pytest.raises(StoreError, match=r"the bucket is in another region\. Set AWS_DEFAULT_REGION"):
+            operation()
+
+
 @pytest.mark.parametrize(
     "operation",
     [lambda place: place.read("object"), lambda place: place.write("object", b"y"), lambda place: place.names()],
