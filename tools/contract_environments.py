@@ -11,6 +11,7 @@ which several checkouts can share.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def read_packages(text: str) -> dict[str, Package]:
     """
     packages: dict[str, Package] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        parts = line.partition("#")[0].split()
+        parts = re.split(r"(?:^|\s)#", line)[0].split()  # a "#" within a word is part of a URL
         if not parts:
             continue
         if len(parts) < 3 or parts[0] in packages:

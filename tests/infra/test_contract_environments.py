@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_one_line_adds_a_package_with_its_python_and_its_options(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CONTRACTS_DIR", str(tmp_path))
-    packages = environments.read_packages("# comment\n\npeer-1  3.12  peer==1 --python-version 3.12.9  # why\n")
-    assert packages["peer-1"].arguments == ("peer==1", "--python-version", "3.12.9")
+    packages = environments.read_packages("# comment\n\npeer-1  3.12  peer@git+https://a/b#subdirectory=c --x  # why\n")
+    assert packages["peer-1"].arguments == ("peer@git+https://a/b#subdirectory=c", "--x")
     assert packages["peer-1"].interpreter == tmp_path / "peer-1" / "bin" / "python"
 
 
