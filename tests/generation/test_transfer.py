@@ -74,16 +74,11 @@ def by(way: TransferSource, directory: Path, **more: Any) -> RefitOptions:
     return RefitOptions(digest_of(directory), way.model_dump(), **more)
 
 
-@pytest.mark.parametrize("fixture", ["engine", "two_workers"])
 def test_a_run_sends_each_version_to_the_replicas_that_are_there_and_records_the_proof(
-    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+    engine: ProcessEngine, tmp_path: Path
 ) -> None:
-    engine = request.getfixturevalue(fixture)
-    workers = {"two_workers": {"tensor_parallel_size": 2}}.get(fixture, {})
-
     def run_by(way: str) -> Run:
         generation = CONFIG.model_dump(mode="json") | {"engine_url": engine.url, "weight_sync": way}
-        generation["engine_args"] |= workers
         config = {"run_id": "r", "store": str(tmp_path / "store"), "generation": generation}
         return open_run(parse_config({**config, "infra": {"state": str(tmp_path / "state")}}))
 

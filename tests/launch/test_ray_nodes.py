@@ -86,13 +86,18 @@ def test_two_nodes_train_what_two_ranks_of_one_machine_train(
     until(lambda: of_programs() == [])
 
 
-def test_a_rank_that_is_killed_on_the_other_node_is_named_and_none_is_left(
+def test_ranks_listen_at_their_nodes_address_alone_and_one_that_is_killed_elsewhere_is_named(
     cluster: None, tmp_path: Path, model_dir: Path
 ) -> None:
     run = run_on_nodes(tmp_path, kind="resident", timeout_seconds=120)
     service = open_service(run.config.train, owner="r", temperature=0.9, at=(run, 1))
     assert isinstance(service, ResidentRanks)
     try:
+        address = ray.util.get_node_ip_address()
+        assert re.fullmatch(rf"http://{re.escape(address)}:\d+", service.ranks.url)
+        port = int(service.ranks.url.rpartition(":")[2])
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert [each.laddr.ip for each in listening if each.laddr.port == port] == [address]
         service.load_checkpoint(model_dir)
         ranks = [each for each in of_programs() if each.environ().get("RANK") == "1"]
         other = next(each for each in ranks if "torch.distributed.run" not in each.cmdline())
@@ -104,20 +109,6 @@ def test_a_rank_that_is_killed_on_the_other_node_is_named_and_none_is_left(
     until(lambda: of_programs() == [])
     every = sum(node["Resources"].get("CPU", 0) for node in ray.nodes())
     until(lambda: ray.available_resources().get("CPU") == every)  # told a moment later
-
-
-def test_a_rank_listens_at_the_address_of_its_node_alone(cluster: None, tmp_path: Path, model_dir: Path) -> None:
-    run = run_on_nodes(tmp_path, kind="resident")
-    service = open_service(run.config.train, owner="r", temperature=0.9, at=(run, 1))
-    assert isinstance(service, ResidentRanks)
-    try:
-        address = ray.util.get_node_ip_address()
-        assert re.fullmatch(rf"http://{re.escape(address)}:\d+", service.ranks.url)
-        port = int(service.ranks.url.rpartition(":")[2])
-        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        assert [each.laddr.ip for each in listening if each.laddr.port == port] == [address]
-    finally:
-        service.close()
 
 
 def test_ranks_elsewhere_belong_to_a_run(cluster: None, tmp_path: Path) -> None:

@@ -438,7 +438,8 @@ def test_ranks_hold_what_an_adapter_freezes_in_bfloat16_and_save_it_so(
     assert all(torch.equal(base[key], started[key]) for key in merged)
     assert distance(together[0] / name / "model.safetensors", alone[0] / name / "model.safetensors") < 5e-3
     ours, theirs = (where[1][name]["metrics"][1] for where in (together, alone))
-    assert ours["kl_penalty"] == pytest.approx(theirs["kl_penalty"], rel=0.05)
+    # bfloat16 rounds a log-probability by 0.01. At a divergence of 0.003 the two are 0.08 apart: the product is 0.0008.
+    assert ours["kl_penalty"] == pytest.approx(theirs["kl_penalty"], abs=1e-3)
 
 
 @pytest.mark.skipif(not EIGHT_BIT, reason="needs torchao: pip install -e .[torchao]")
