@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote_plus
 
 from s3fs import S3FileSystem
 
 from roundhouse.store.bucket import ForeignReply
 
-_PAGE, _RANGE = "roundhouse_page", "roundhouse_range"
+_PAGE, _PREFIX, _RANGE = "roundhouse_page", "roundhouse_prefix", "roundhouse_range"
 _REDIRECTS = {301, 302, 303, 307, 308}
 _OWN_HEADERS = ("x-amz", "x-goog", "x-guploader")
 """Beginnings of headers that only a service of S3's protocol sends; AWS, MinIO and Ceph number every request in one."""
@@ -70,7 +71,7 @@ class BucketClient(S3FileSystem):
 
 
 def _note_page(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    context[_PAGE] = params.get("ContinuationToken")
+    context[_PAGE], context[_PREFIX] = params.get("ContinuationToken"), params.get("Prefix", "")
 
 
 def _note_range(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
@@ -105,7 +106,7 @@ def verify_reply(
 
     Raises:
         ForeignReply: a success without the field that proves it, or with HTML; a refusal by another program; other bytes
-            than the requested range; a page of a list whose next page is itself.
+            than the requested range; a page of another list, or of one without an end.
     """
     if http_response.status_code >= 300:
         _verify_refusal(http_response, parsed, model.name)
@@ -121,9 +122,8 @@ def verify_reply(
         )
     if model.name == "GetObject" and (wanted := (context or {}).get(_RANGE)):
         _verify_range(http_response.status_code, parsed, wanted)
-    page = (context or {}).get(_PAGE)
-    if page is not None and parsed.get("NextContinuationToken") == page:
-        raise ForeignReply(f"{model.name}: the page after {page!r} is itself, so that the list has no end")
+    if model.name == "ListObjectsV2" and context is not None and _PREFIX in context:
+        _verify_list(parsed, context[_PREFIX], context[_PAGE])
 
 
 def _verify_refusal(reply: Any, parsed: dict[str, Any], operation: str) -> None:
@@ -161,3 +161,17 @@ def _verify_range(status: int, parsed: dict[str, Any], wanted: str) -> None:
             f"GetObject: {length} bytes ({parsed.get('ContentRange', 'without Content-Range')}) in reply to {wanted}: a proxy "
             "ignores or changes ranges"
         )
+
+
+def _verify_list(parsed: dict[str, Any], prefix: str, page: str | None) -> None:
+    """Verify that a page lists what was asked for, and that the list has an end."""
+    following = parsed.get("NextContinuationToken")
+    if page is not None and following == page:
+        raise ForeignReply(f"ListObjectsV2: the page after {page!r} is itself, so that the list has no end")
+    if parsed.get("IsTruncated") and not following:
+        raise ForeignReply("ListObjectsV2: the page is not the last one, but the next one is not named")
+    listed = [each.get("Key", "") for each in parsed.get("Contents", ())]
+    listed += [each.get("Prefix", "") for each in parsed.get("CommonPrefixes", ())]
+    for name in [parsed.get("Prefix", prefix), *listed]:
+        if not name.startswith(prefix) and not unquote_plus(name).startswith(prefix):
+            raise ForeignReply(f"ListObjectsV2: {name!r} in the list of {prefix!r}")

@@ -369,7 +369,7 @@ class Location:
             if self.is_local:
                 return disk.tree(self._root)
             root = self._root.rstrip("/") + "/"
-            return sorted(path.removeprefix(root) for path in self._request("find", self._root))
+            return sorted({path.removeprefix(root) for path in self._request("find", self._root)})
 
     def cut_off_writes(self, names: Iterable[str], seconds: float) -> list[str]:
         """Return the listed names that are temporary files of writes and have not changed for so long, by the store's

@@ -3,6 +3,7 @@
 with endpoint(s3_server) as planted:
     planted.plant("truncated", "GET .*part", times=2)     the next two such requests meet the fault
     planted.hide = re.compile("rollouts-a0001")           listings lack these keys
+    planted.rewritten = ("<Key>", "<Key>x")                listings have the second text for the first, a regular expression
     planted.ghosts = {"store/x/rollouts-a0009.parquet"}   listings show these keys, which do not exist
 """
 
@@ -37,6 +38,7 @@ class Endpoint(FaultyS3):
         self.hide: re.Pattern[str] | None = None
         self.ghosts: set[str] = set()
         self.repeats_pages = False
+        self.rewritten: tuple[str, str] | None = None
         self.refused_key: str | None = None
         self.seen: list[str] = []
         self._planted: list[Planted] = []
@@ -46,7 +48,7 @@ class Endpoint(FaultyS3):
 
     def heal(self) -> None:
         self._planted.clear()
-        self.hide, self.ghosts = None, set()
+        self.hide, self.ghosts, self.rewritten = None, set(), None
 
     def fault(self, request: web.Request) -> str:
         line = f"{request.method} {request.raw_path}"
@@ -71,6 +73,8 @@ class Endpoint(FaultyS3):
         if self.repeats_pages:
             more = "<IsTruncated>true</IsTruncated><NextContinuationToken>p</NextContinuationToken>"
             text = re.sub(r"<IsTruncated>\w+</IsTruncated>", more, text)
+        if self.rewritten is not None:
+            text = re.sub(*self.rewritten, text)
         if self.hide is not None:
             hidden = self.hide
             text = re.sub(

@@ -306,6 +306,33 @@ def test_a_list_without_an_end_is_an_error(planted: Endpoint, store: str, impati
             listed()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "reason"),
+    [
+        ("<Key>store/", "<Key>another/", "'another/object' in the list of 'store/'"),
+        (r"<Prefix>[^<]*</Prefix>", "<Prefix>another/</Prefix>", "'another/' in the list of 'store/'"),
+        (r"<IsTruncated>\w+<", "<IsTruncated>true<", "the next one is not named"),
+    ],
+)
+def test_a_list_of_something_else_is_an_error(
+    planted: Endpoint, store: str, impatient: None, pattern: str, text: str, reason: str
+) -> None:
+    """Its names would be read as objects of this directory, and could be deleted as its garbage."""
+    place = Location(store)
+    place.write("object", b"x")
+    planted.rewritten = pattern, text
+    for listed in (place.names, place.tree):
+        with pytest.raises(StoreUnavailable, match=reason):
+            listed()
+
+
+def test_an_object_that_is_listed_twice_is_one(planted: Endpoint, store: str) -> None:
+    place = Location(store)
+    place.write("object", b"x")
+    planted.rewritten = r"(?s)(<Contents>.*</Contents>)", r"\1\1"
+    assert place.names() == place.tree() == ["object"]
+
+
 def test_an_endpoint_that_hangs_is_given_up(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDHOUSE_STORE_RETRY_SECONDS", "0.5")
     monkeypatch.setenv("ROUNDHOUSE_STORE_ATTEMPT_SECONDS", "0.5")
