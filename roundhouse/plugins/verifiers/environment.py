@@ -159,9 +159,9 @@ class VerifiersAgent:
             raise FAILURES.get(kind, AgentFailed)(f"{self._client.name}: {answer['error']}.{REMEDIES.get(kind, '')}")
         if attempt.on_policy and not rollout.turns:
             raise NoTrainableTokens(f"{self._client.name} did not call the model.")
-        if not isinstance(answer.get("components"), dict) or not isinstance(answer.get("metrics"), dict):
+        if "reward" not in answer or not all(isinstance(answer.get(name), dict) for name in ("components", "metrics")):
             raise BadAgentAnswer(f"{self._client.name}: verifiers answered {str(answer)[:300]}.")
-        verdict = checked_verdict(Verdict(answer.get("reward"), answer["components"], answer["metrics"]))
+        verdict = checked_verdict(Verdict(answer["reward"], answer["components"], answer["metrics"]))
         rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
         rollout.metrics = {"llm_calls": float(len(llm.infos)), **verdict.metrics}
         limit = play.limit or llm.limit or ("length" if answer.get("truncated") else "")
