@@ -6,8 +6,8 @@
 Invariant: when `keep` has returned or was cancelled, no process of the service is left.
 
 A service that never became ready is not retried, because its log has a cause that would recur. One that worked, or
-ended only after `WORTH_SECONDS`, gets `RESTARTS` more starts with growing pauses; after `STEADY_SECONDS` of work, it
-has all of them again.
+waited in vain for a part of itself (`ServiceSpec.part_seconds`), gets `RESTARTS` more starts with growing pauses; after
+`STEADY_SECONDS` of work, it has all of them again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from roundhouse.store.process_identity import birth
 
 log = logging.getLogger(__name__)
 
-WORTH_SECONDS = 20.0
-"""A service that dies sooner in its first start cannot start. One that dies later may have waited in vain for a part of
-itself, as Ray does for half a minute on a busy machine, and is started again."""
 RESTARTS = 5
 STEADY_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.5
@@ -72,8 +69,8 @@ class ServiceMonitor:
                 process = self._start()
                 began = time.monotonic()
                 if not await self._becomes_healthy(process):
-                    ended_late = process.poll() is not None and time.monotonic() - began >= WORTH_SECONDS * slowness()
-                    if self.record.restarts == 0 and not ended_late:
+                    waited = time.monotonic() - began >= SERVICE_SPECS[self.record.name].part_seconds
+                    if self.record.restarts == 0 and not (waited and process.poll() is not None):
                         break
                 else:
                     await self._watch(process)

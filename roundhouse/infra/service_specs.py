@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import html
+import math
 import os
 import secrets
 import shlex
@@ -70,6 +71,8 @@ class ServiceSpec:
     """From SIGTERM to SIGKILL."""
     start_seconds: float = 240.0
     """Time limit from start to the first healthy answer. On two idle cores the slowest needs 15 s, on busy ones a minute."""
+    part_seconds: float = math.inf
+    """Time that the service waits for a part of itself before it ends: a start that ended later is tried again."""
 
 
 def _prefect(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
@@ -341,6 +344,8 @@ SERVICE_SPECS: dict[str, ServiceSpec] = {
         _ray,
         # It keeps nothing that would need an orderly end, and takes half a minute for one.
         grace_seconds=3.0,
+        # A raylet has this fixed time to start. On a busy machine it needs longer.
+        part_seconds=30.0,
     ),
     "gym": ServiceSpec(("http",), _gym),
     "deployments": ServiceSpec(("http",), _deployments),

@@ -60,17 +60,16 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRe
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("worth", "ends"), [(0.0, "ready"), (600.0, "failed")])
+@pytest.mark.parametrize(("part_seconds", "ends"), [(0.0, "ready"), (600.0, "failed")])
 async def test_a_first_start_that_ends_is_tried_again_only_where_it_had_waited_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: float, ends: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_seconds: float, ends: str
 ) -> None:
     def launch(state: StateDirectory, numbers: dict[str, int]) -> Launch:
         url = f"http://127.0.0.1:{numbers['http']}"
         return Launch([sys.executable, "-c", LATE, str(numbers["http"])], url, "/")
 
-    monkeypatch.setitem(SERVICE_SPECS, "late", ServiceSpec(("http",), launch))
+    monkeypatch.setitem(SERVICE_SPECS, "late", ServiceSpec(("http",), launch, part_seconds=part_seconds))
     monkeypatch.setattr(service_monitor, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(service_monitor, "WORTH_SECONDS", worth)
     state = StateDirectory(tmp_path)
     state.create()
     record = ServiceRecord("late", ports={"http": ports.choose(str(tmp_path), None, [])})
