@@ -133,7 +133,8 @@ def _verify_refusal(reply: Any, parsed: dict[str, Any], operation: str) -> None:
         return  # S3 named its reason, or answers without one, as to each HEAD
     if status in _REDIRECTS:
         raise ForeignReply(_redirection(operation, reply))
-    if status == 404 or kind.startswith(_PAGES):
+    # Services with other headers of their own answer a HEAD with a bare 404, a proxy with a page
+    if kind.startswith(_PAGES) or (status == 404 and not operation.startswith("Head")):
         raise ForeignReply(
             f"{operation}: HTTP {status}, {kind or 'without a content type'}, but not an error of S3: another program answers "
             "at this endpoint, such as a proxy before a stopped service"

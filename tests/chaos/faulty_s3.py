@@ -20,6 +20,7 @@ Some faults are only planted singly, because not every client of a campaign can 
     bare 412         a 412 lacks the <Condition> that S3 gives
     501, 400         this status, if the request has If-None-Match
     foreign 404      404 with a text, as of a proxy before a stopped service; the request was not done
+    bare             404 without headers or a body, as of a service with headers of its own to a HEAD
     redirect         301 without an address or a region, the request was not done
     moved            301 of S3 that names another region, the request was not done
     whole            the request was done without its Range
@@ -93,6 +94,8 @@ class FaultyS3:
             return web.Response(text="<html><body>Please log in.</body></html>", content_type="text/html")
         if fault == "foreign 404":
             return web.Response(status=404, text="404 page not found")
+        if fault == "bare":
+            return web.Response(status=404)
         if fault == "redirect":
             return web.Response(status=301)
         if fault == "moved":

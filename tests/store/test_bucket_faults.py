@@ -265,6 +265,13 @@ def test_an_object_is_missing_only_if_the_service_reports_it(
         planted.heal()
 
 
+def test_a_bare_404_of_a_head_is_a_missing_object(planted: Endpoint, store: str) -> None:
+    """Not every service of S3's protocol numbers its replies in a header."""
+    planted.plant("bare", "HEAD .*absent")
+    assert not Location(store).exists("absent")
+    assert planted.made["bare"] == 1
+
+
 def test_a_redirection_to_nowhere_is_named(planted: Endpoint, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Location(store)
     place.create("object", b"x")
