@@ -153,7 +153,7 @@ bench-checkpoint: setup ## a large checkpoint written, published, verified, refi
 
 reference: setup ## write the pages of docs/ that are printed from the code
 	$(BIN)/python -m roundhouse.config.reference > docs/configuration-reference.md
-	$(BIN)/python -m roundhouse.tracking.catalogue > docs/metrics.md
+	$(BIN)/python -m roundhouse.stages.metric_catalogue > docs/metrics.md
 
 # Not quiet: that would hide the warnings which --strict counts.
 DOCS := .venv-docs

@@ -66,6 +66,7 @@ from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.collect import last_iteration
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.stages.hooks import refuse_unfit_hooks
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.prompt_lengths import Prompts, Tokens, longer_than_allowed, tokens_by
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.task_survey import has_local_rows
@@ -73,7 +74,6 @@ from roundhouse.store.lineage import parent_at
 from roundhouse.store.location import Location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 from roundhouse.store.stage import MANIFEST, model_location
-from roundhouse.tracking.catalogue import meaning_of
 
 logger = logging.getLogger(__name__)
 

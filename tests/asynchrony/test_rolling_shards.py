@@ -28,12 +28,12 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
 from roundhouse.launch.base import Launcher, Program, Stopped
 from roundhouse.stages.collect import read_rollouts
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.prefetch import prefetch_rollouts
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.store.verification import verify
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import derive_seed
 from tests.asynchrony.world import check

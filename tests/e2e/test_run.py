@@ -26,9 +26,9 @@ import yaml
 
 from roundhouse.config.loading import load_config
 from roundhouse.infra import services
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import Run, open_run, promoted_version
 from roundhouse.store.stage import read_manifest, read_table
-from roundhouse.tracking.catalogue import meaning_of
 from tests.chaos.strikes import PLAN_VARIABLE, Plan, Strike
 from tests.waiting import until
 

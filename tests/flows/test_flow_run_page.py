@@ -23,9 +23,9 @@ from prefect.states import Cancelled, Scheduled, Suspended
 
 from roundhouse.activity import announce
 from roundhouse.config.loading import parse_config
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse_flows import controls
 from roundhouse_flows._prefect.delivery import deliver_queued_records
 from roundhouse_flows._prefect.suspension import lasting_suspensions

@@ -32,12 +32,12 @@ from roundhouse.infra.kubernetes.serve_config import (
 )
 from roundhouse.stages import refit
 from roundhouse.stages.cost import BudgetReached
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.refit import engine_service, refit_iteration, release_engine
 from roundhouse.stages.report import report_iteration
 from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse_flows import engine_end
 from roundhouse_flows.engine_end import engine_released_at_end
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd, through_go

@@ -29,10 +29,10 @@ from roundhouse.infra.kubernetes.job import Unwanted
 from roundhouse.infra.kubernetes.names import StageIdentity
 from roundhouse.infra.kubernetes.stage_jobs import PLACE, ShardJob
 from roundhouse.stages.collect import collect_iteration
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.store.verification import verify
-from roundhouse.tracking.catalogue import meaning_of
 from tests import fork_server
 from tests.k8s.players import run_container
 from tests.k8s.stand import Stand

@@ -21,12 +21,12 @@ from roundhouse.rollout.plan import recorded_draw
 from roundhouse.rollout.recording import FIRST_TOKENS, branch_points
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest, read_table
 from roundhouse.store.verification import verify
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.algorithms.built_in import GroupRelative
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.trajectories.records import Rollout, Status, Turn, groups_with_spread

@@ -19,9 +19,9 @@ from roundhouse.config.loading import parse_config
 from roundhouse.rollout.plan import recorded_draw
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import SKIPPED, Run, Skip, open_run
 from roundhouse.store.stage import Reference, read_manifest
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import Rollout, Status
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
 from tests import fork_server

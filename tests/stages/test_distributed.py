@@ -26,11 +26,11 @@ from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.stages.collect import collect_dataset, collect_iteration, read_rollouts
 from roundhouse.stages.datasets import TaskDraw
 from roundhouse.stages.evaluate import evaluate_version
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.validate import validate_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import WRITERS, Reference, read_manifest
 from roundhouse.store.verification import find_garbage, verify
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.training.service.job_entry import REPORT
 from roundhouse.trajectories.records import Rollout, derive_seed
 from roundhouse.trajectories.schemas import rollouts_table, summaries_from_tables, turns_table

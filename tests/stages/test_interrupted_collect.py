@@ -22,11 +22,11 @@ from roundhouse.environments.search import GuessNumber
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest, read_part
 from roundhouse.store.verification import find_garbage, verify
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.trajectories.records import derive_seed
 from tests import fork_server
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from roundhouse.config.loading import parse_config
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.report import report_iteration
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
-from roundhouse.tracking.catalogue import meaning_of
 
 
 def test_the_calls_of_all_stages_are_added_up_and_a_run_elsewhere_has_no_such_number(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.cost import run_totals
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import RENAMED_METRICS, current_names, read_manifest
-from roundhouse.tracking.catalogue import meaning_of
 
 
 def test_an_earlier_name_is_read_as_todays_and_todays_are_left_alone() -> None:

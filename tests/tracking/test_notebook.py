@@ -14,11 +14,11 @@ from mlflow.tracking import MlflowClient
 
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.checkpoint import retain
+from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.stages.promotion import answer, promote
 from roundhouse.stages.report import report_iteration
 from roundhouse.store.run import Run, open_run
 from roundhouse.tracking import mlflow as notebook
-from roundhouse.tracking.catalogue import meaning_of
 from roundhouse.tracking.mlflow import MlflowRun, open_mlflow_run
 from roundhouse.tracking.traces import TraceWriter, model_calls
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, Turn

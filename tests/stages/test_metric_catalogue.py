@@ -8,14 +8,14 @@ import pytest
 
 from roundhouse.collection.collector import rollout_metrics
 from roundhouse.stages.evaluate import evaluation_metrics
-from roundhouse.tracking.catalogue import CATALOGUE, meaning_of, page
+from roundhouse.stages.metric_catalogue import CATALOGUE, meaning_of, page
 from roundhouse.tracking.mlflow import FIRST_LOOK
 from roundhouse.trajectories.records import Rollout, Status, Turn
 
 
 def test_the_page_is_the_catalogue_printed():
     there = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    assert there == page(), "run: python -m roundhouse.tracking.catalogue > docs/metrics.md"
+    assert there == page(), "run: python -m roundhouse.stages.metric_catalogue > docs/metrics.md"
 
 
 def test_every_number_of_a_set_of_rollouts_is_in_the_catalogue():

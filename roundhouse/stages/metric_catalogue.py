@@ -2,7 +2,7 @@
 
 Invariant: every logged name is found here (`meaning_of`), and docs/metrics.md is this page printed:
 
-    python -m roundhouse.tracking.catalogue > docs/metrics.md
+    python -m roundhouse.stages.metric_catalogue > docs/metrics.md
 """
 
 from __future__ import annotations
