@@ -155,6 +155,8 @@ NO_PLACE = {
     *(f"ReasoningGymSection.{key}" for key in ("dataset", "datasets", "options", "prompt")),
     *(f"OpenEnvSection.{key}" for key in ("action", "fields", "observation", "prompt", "reset", "url")),
     *("ReasoningGymPart.options", "TextArenaSection.game", "TextArenaSection.options"),
+    *(f"GymnasiumSection.{key}" for key in ("actions", "options", "prompt")),
+    *(f"SkyRLGymSection.{key}" for key in ("data", "env_config", "split", "subset")),
     *("DatasetEnvironment.data", "DatasetEnvironment.prompt", "DatasetEnvironment.split", "DatasetEnvironment.subset"),
     *(
         "Endpoint.kind",
