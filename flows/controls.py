@@ -67,7 +67,7 @@ def resume(run_id: str) -> str | None:
 def let_go_on(client: SyncPrefectClient, run_id: str, waits_for: str = "") -> str | None:
     """Resume the run's paused flow run if its pause key starts so; return its ID, or None if it does not exist.
 
-    One that waits with a form gets an empty one: it reads the answer from the store.
+    A flow run that waits with a form gets an empty form: it reads the answer from the store.
     """
     newest = _newest(client, run_id)
     if newest is None or newest.state is None or newest.state_type != StateType.PAUSED:

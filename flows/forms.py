@@ -1,7 +1,7 @@
 """Forms that start something: a preset and the settings that people change most. Everything else goes into `overrides`.
 
-Invariant: a form has no separate defaults: an empty field keeps the value of the preset (or run). `resolve` returns
-an ordinary `RunConfig`, checked like any other, whose errors name the key.
+Invariant: a form does not define defaults: an empty field keeps the value of the preset (or run). `resolve` returns
+an ordinary `RunConfig`, checked like any other; its errors name the key.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ async def _serve(limit: int, port: int) -> None:
 
 
 async def _keep_suspensions(served: Sequence[UUID]) -> None:
-    """Keep all suspended flow runs suspended: one whose process was killed cannot do so itself."""
+    """Keep all suspended flow runs suspended: a flow run cannot do so itself after its process was killed."""
     from prefect.exceptions import PrefectHTTPStatusError
 
     from roundhouse_flows._prefect.suspension import prolong_suspensions

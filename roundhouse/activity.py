@@ -440,7 +440,7 @@ class _Worker(threading.Thread):
     """A thread that does one supervised work after another, and lives as long as the process.
 
     Linux ends a child that asked to die with its parent (Ray's do) when the *thread* that started it ends. A worker
-    whose work was aborted takes no other work, because an interruption may still be on its way.
+    takes no other work after an abort, because an interruption may still be on its way.
     """
 
     def __init__(self) -> None:

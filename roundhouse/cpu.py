@@ -98,7 +98,7 @@ _helped: dict[int, float] = {}
 
 @contextmanager
 def attribute_to_this_stage() -> Iterator[None]:
-    """Count this thread for a separate stage, concurrently with others; nested blocks have no effect."""
+    """Count this thread for a separate stage, concurrently with others; nested blocks change nothing."""
     global _ended
     thread = threading.get_ident()
     if thread in _at_work:

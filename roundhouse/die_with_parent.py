@@ -4,7 +4,7 @@ Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies
 `down` ends remaining processes. The command replaces this process, which leaves nothing in memory.
 
 With `--guard` after the parent, this process stays as the command's parent (on Linux), and ends as it ends. Then, or when the
-supervisor dies, no process of the command is left: the kernel gives every orphan to this process, also one that left its
+supervisor dies, no process of the command is left: the kernel gives every orphan to this process, even if it left its
 session and its environment.
 """
 

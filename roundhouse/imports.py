@@ -259,7 +259,7 @@ def _is_installed(name: str) -> bool:
 def late_classes(*targets: str) -> Iterator[None]:
     """Import the modules of these classes (`module:Class`) when an object is made, for code that the block imports.
 
-    A class whose module is imported already is left as it is.
+    A class is left as it is if its module is already imported.
     """
     late = [(*target.split(":"),) for target in targets if target.partition(":")[0] not in sys.modules]
     for module, name in late:

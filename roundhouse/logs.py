@@ -84,7 +84,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs() -> None:
-    """Apply `ROUNDHOUSE_LOG` and `ROUNDHOUSE_LOG_LEVEL`; called at a process's start. A second call has no effect.
+    """Apply `ROUNDHOUSE_LOG` and `ROUNDHOUSE_LOG_LEVEL`; called at a process's start. A second call changes nothing.
 
     Raises:
         ConfigError: a value other than json, or an unknown level.

@@ -41,7 +41,7 @@ def build_model(shape: Any, **options: Any) -> Any:
 
     Raises:
         ConfigError: the model can only be built by its own code.
-        ValueError: transformers has no class for it that generates text.
+        ValueError: transformers does not have a class for it that generates text.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 

@@ -2,8 +2,8 @@
 
 shipped("configs/quickstart.yaml")    # that of the working directory, else the one in the installed package
 
-In a checkout `roundhouse/data` holds links to the folders at the top of the repository; in a wheel it holds the files. A
-wheel has no Makefile either, so remedies name pip there (`remedy`).
+In a checkout `roundhouse/data` holds links to the folders at the top of the repository; in a wheel it holds the files.
+A wheel does not contain the Makefile, so remedies name pip there (`remedy`).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _text_by(show: Callable[[object], str], error: BaseException) -> str:
 
 
 class ThreadMark(Protocol):
-    """Shows the process that watches this one which threads run code of a call."""
+    """Shows the watching process which threads run code of a call."""
 
     def running(self) -> AbstractContextManager[None]:
         """Mark the current thread for the block."""

@@ -25,7 +25,7 @@ FAILURE_SECONDS = 60.0
 """Shortest interval between reports of one kind of failure in tracked work: a thousand model calls may fail for one
 reason."""
 GAUGE_SECONDS = 60.0
-"""Interval of gauges in MLflow, whose database keeps every point."""
+"""Interval of gauges in MLflow: its database keeps every point."""
 SYSTEM = "system"
 """Prefix of metrics that MLflow lists with the machine's load instead of the iterations' metrics."""
 _TAG_CHARACTERS = 500

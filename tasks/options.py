@@ -54,7 +54,7 @@ STAGE: dict[str, Any] = {
 
 
 def stage_task(*, name: str, task_run_name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """`@task` for a function whose first argument is the run: with the options of a stage, and its boundary."""
+    """`@task` for a function that takes the run first: with the options of a stage, and its boundary."""
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
         return task(name=name, task_run_name=task_run_name, **STAGE)(stage_boundary(name, function))

@@ -57,7 +57,7 @@ _sinks: dict[str, Sinks] = {}
 """The other sinks, likewise."""
 _opening = threading.Lock()
 _linked: set[str] = set()
-"""Runs whose MLflow page this process has linked, by run uid."""
+"""Runs with an MLflow page that this process has linked, by run uid."""
 
 
 @contextmanager

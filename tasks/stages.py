@@ -173,7 +173,7 @@ def prefetch_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any])
 
 @stage_task(name="generate", task_run_name="generate {iteration}")
 def generate_rollouts(run: Run, iteration: int, runner: RolloutRunner[Any, Any]) -> Reference | State[Any]:
-    """Generate rollouts of an iteration whose groups any step of the window may train on."""
+    """Generate rollouts of an iteration; any step of the window may train on its groups."""
     return _prefetch(run, iteration, runner)
 
 

@@ -5,7 +5,7 @@
 | `tuning` | two seconds after each 503; imports, schemas and heartbeats that nothing here uses | #16304, #10188 |
 | `server` | SQLite's write lock stops the server's event loop; its page repeats no request | #16304, #10188 |
 | `reruns` | a parent that runs again gets the result of another sub-flow, by call order | #22259, #18601 |
-| `orphans` | a flow run whose process is gone stays Running | #16746 |
+| `orphans` | a flow run stays Running after its process is gone | #16746 |
 | `suspension` | a suspension ends after 300 s, and a flow run may not hear of it | none known |
 | `signals` | a SIGTERM that is raised in a finalizer is dropped | #14219 |
 | `delivery` | a process that ends waits for a server that has ended | #14854 |

@@ -3,8 +3,8 @@
 Prefect then keeps the same flow run and starts the flow's function from the top. Only the store records complete work;
 these two functions keep Prefect's own memory from interfering.
 
-Upstream: PrefectHQ/prefect#22259, #18601. Since #22286 a sub-flow that a task calls has a separate key; one that a flow
-calls is still identified only by the order of the calls.
+Upstream: PrefectHQ/prefect#22259, #18601. Since #22286 a sub-flow that a task calls has a separate key; a sub-flow that
+a flow calls is still identified only by the order of the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Prefect's server command, made to work with SQLite: `python -m roundhouse_flows._prefect.server server start …`.
 
 Invariants: the thread of the server's event loop never blocks on a lock of the database. A request that SQLite refused
-because of a faster transaction is repeated here. Pages of other sites cannot reach the server, whose API runs commands.
+because of a faster transaction is repeated here. Pages of other sites cannot reach the server, because its API runs
+commands.
 
 The server uses its SQLite connections in threads. A connection that waits for the write lock (a minute at most) is
 locked itself, and collecting garbage that belongs to it (an old cursor) blocks until the wait ends. Python collects

@@ -52,7 +52,7 @@ def lasting_suspensions() -> Iterator[None]:
 
 
 async def prolong_suspensions(deployments: Sequence[UUID]) -> None:
-    """Prolong the suspensions of all flow runs of these deployments, including those whose process ended before it
+    """Prolong the suspensions of all flow runs of these deployments, even if a flow run's process ended before it
     noticed.
 
     Raises:
@@ -75,7 +75,8 @@ def _prolong(flow_run: UUID) -> None:
 
 
 def _ends_soon(state: State | None) -> bool:
-    """Return whether it is a suspension whose end is near or past. A suspension with a form is Roundhouse's, and ends late."""
+    """Return whether it is a suspension and its end is near or past. A suspension with a form is Roundhouse's, and ends
+    late."""
     if state is None or not state.is_paused() or state.name != "Suspended":
         return False
     end = state.state_details.pause_timeout

@@ -89,7 +89,8 @@ def collect(
 
 
 def _report(summary: Summary, *, require_complete: bool = False) -> None:
-    """Print the results of a collection; end with exit code 1 if it has none, or is incomplete against the caller's wish."""
+    """Print the results of a collection; end with exit code 1 if it is empty, or incomplete against
+    `require_complete`."""
     terminal = console()
     lines = [summary.line(), *summary.failure_lines()]
     if summary.not_run:
@@ -409,8 +410,7 @@ def open_source(options: SourceOptions) -> OpenSource:
     """Open the source of these options.
 
     Raises:
-        ConfigError: no or several sources are named, or a required option is missing, or an option would have no
-            effect.
+        ConfigError: no or several sources are named, or a required option is missing, or an option would be ignored.
     """
     named = [
         option

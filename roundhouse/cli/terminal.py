@@ -59,7 +59,7 @@ class _ShowControls(RenderHook):
 
 
 class _Visible:
-    """A renderable whose texts show their control characters; rich's control segments stay."""
+    """A renderable that shows the control characters of its texts; rich's control segments stay."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable

@@ -10,8 +10,8 @@ writes: rows that could not be written are kept in memory and written the next t
 Turns are written before rollouts, so a stored rollout has its turns. Everything older than `FLUSH_SECONDS` is stored. A
 damaged or unlisted part is skipped, and its rollouts are made again with the same seeds.
 
-Denominators of the metrics: `reward/*` and `environment/*` count completed and truncated rollouts (failed ones have no
-reward, masked ones do not count); `rollout/*` counts rollouts with at least one model call; rates count all requested
+Denominators of the metrics: `reward/*` and `environment/*` count completed and truncated rollouts (failed ones are not
+rewarded, masked ones do not count); `rollout/*` counts rollouts with at least one model call; rates count all requested
 rollouts.
 """
 
@@ -363,8 +363,8 @@ def journal_parquet(calls: pa.Table) -> bytes:
 
 
 def written_rollouts(stage: Location) -> list[Rollout]:
-    """Return the rollouts in a collect stage's directory, complete or not. Of duplicates, return the one that did not
-    fail, or the newest. Turns are written before rollouts, so each returned rollout has its turns."""
+    """Return the rollouts in a collect stage's directory, complete or not. Of duplicates, prefer a rollout without a
+    failure, then the newest. Turns are written before rollouts, so each returned rollout has its turns."""
     rollouts_by_id: dict[str, Rollout] = {}
     for name in sorted(name for name in stage.names() if name.startswith("rollouts-") and name.endswith(".parquet")):
         rollouts = read_part(stage, name, ROLLOUTS)

@@ -68,7 +68,7 @@ RESTARTED = code_of_type(EnvironmentRestarted.__name__)
 
 @dataclass
 class OpenCollection:
-    """An iteration whose rollouts may start."""
+    """An open iteration: its rollouts may start."""
 
     iteration: int
     attempt: Parts
@@ -399,7 +399,7 @@ def open_collector(run: Run, stage: Stage, policy_version: int) -> Collector:
 
 
 def _end(runner: RolloutRunner[Any, Any], iteration: int) -> None:
-    """End a runner, which stores finished rollouts. A second interruption has no effect."""
+    """End a runner, which stores finished rollouts. Ignore a second interruption."""
     deadline = time.monotonic() + END_SECONDS
     while True:
         try:

@@ -214,7 +214,7 @@ class GroupPool:
         self.rounds: dict[int, int] = {}
         """Rounds begun, of untrained iterations with more than one."""
         self.ended: set[int] = set()
-        """Untrained iterations whose rounds have ended, if several rounds are possible."""
+        """Untrained iterations with only ended rounds, if several rounds are possible."""
 
     def __contains__(self, key: Key) -> bool:
         """Return whether this rollout is finished and its group untrained."""

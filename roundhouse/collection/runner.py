@@ -217,7 +217,7 @@ class CollectAttempt(Protocol):
 
 
 class OpenIteration(Protocol):
-    """An iteration whose rollouts may start."""
+    """An open iteration: its rollouts may start."""
 
     @property
     def attempt(self) -> CollectAttempt:
@@ -374,7 +374,7 @@ class RolloutRunner(ABC, Generic[O, A]):
 
     @abstractmethod
     def at_hand(self, positions: Iterable[int]) -> dict[int, list[Rollout]]:
-        """Return the groups whose rollouts are all in this process."""
+        """Return the groups with all rollouts in this process."""
 
     @abstractmethod
     def window_seconds(self, positions: Collection[int]) -> float:

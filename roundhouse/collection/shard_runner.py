@@ -75,7 +75,7 @@ class OpenShard:
 
 @dataclass
 class OpenShards:
-    """An iteration whose shards may start."""
+    """An open iteration: its shards may start."""
 
     iteration: int
     attempt: ShardedAttempt
@@ -263,7 +263,7 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
         return self._register(opened)
 
     def _begin_round(self, opened: OpenShards, number: int) -> None:
-        self._until_ended(opened)  # threads of the previous round, whose workers have ended
+        self._until_ended(opened)  # threads of the previous round; its workers have ended
         shards, iteration = self._shards(opened, number), opened.iteration
         outcomes = self._whole(opened, shards, ())
         written = self.plan.keyed(iteration, by_id(opened.attempt.stage).values())
@@ -337,7 +337,7 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
         )
 
     def flush(self) -> None:
-        """Write the controller's events, whose results are stored."""
+        """Write the controller's events; their results are stored."""
         self._dispatch.record()
 
     def _is_at_work(self, opened: OpenShards) -> bool:

@@ -308,7 +308,7 @@ class ShardedAttempt:
         }
         if used := take_seconds(self.stage.location.uri):
             self._attempt.charge(used)
-        else:  # remote workers, whose own count is the only one
+        else:  # remote workers: their own count is the only one
             reported = [outcome.report.cpu_seconds for outcome in self._outcomes if outcome.fresh]
             self._attempt.charge(sum(reported), of_other_process=True)
         reference = self._attempt.commit(inputs=inputs, counts=counts, metrics=metrics, details=details | recorded)

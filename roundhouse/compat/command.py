@@ -3,7 +3,7 @@ judged.
 
 Invariants: a program needs only a base URL, a key and two files. Every call within its rollout's limits becomes a turn
 with the generated tokens, in any dialect. Every end of the rollout (its result, a time limit, a kill of the collector)
-ends all its processes. A failing program has no reward.
+ends all its processes. A failing program does not get a reward.
 
     OPENAI_BASE_URL, OPENAI_API_KEY         Chat Completions and Responses
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   Messages

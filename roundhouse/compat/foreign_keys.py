@@ -1,6 +1,6 @@
 """Translate a configuration of another system by a table of its keys.
 
-Invariant: every key of the foreign file is moved to a key of Roundhouse, is switched off or has no effect here (this is
+Invariant: every key of the foreign file is moved to a key of Roundhouse, is switched off or ignored here (this is
 logged), or is listed in the one error, with its remedy. A key that the table lacks, and that a section of Roundhouse
 may have, counts as Roundhouse's key.
 
@@ -63,7 +63,7 @@ def only(*accepted: Any, remedy: str) -> Rule:
 
 
 def unused() -> Rule:
-    """Accept every value: it has no effect here."""
+    """Accept every value and ignore it."""
     return Rule(has_effect=False)
 
 

@@ -28,8 +28,8 @@ name. Such tools have two sources:
                       one rollout belong into an environment. A broken connection is opened again for the next rollout;
                       running
                       calls on the old one end normally.
-    with_offered      a server that a resources server offers in its answer to /seed_session. Each rollout has a connection,
-                      whose headers identify the session; it is closed with the session.
+    with_offered      a server that a resources server offers in its answer to /seed_session. Each rollout has a
+                      connection with headers that identify the session; it is closed with the session.
 
     async with McpEnvironment(environment, {"files": "http://127.0.0.1:9100/mcp"}) as environment:
         rollouts = await collect(specs, policy, environment, config, sampling)
@@ -190,7 +190,7 @@ class McpConnection:
             raise EnvironmentUnreachable(f"{name}: the connection to {self.url} has ended.")
         assert self._client is not None
         try:
-            # The text of a tool's answer, or its structured content if it has no text
+            # The text of a tool's answer, or its structured content if the texts are missing
             result = await self._client.call_tool(self._tools[name].name, arguments, CALL_SECONDS)
             texts = [part.text for part in result.content if isinstance(part, TextContent)]
             text = "\n".join(texts) if texts else orjson.dumps(result.structured_content).decode()
@@ -281,7 +281,7 @@ def bare(name: str, server: str | None = None) -> str:
 
 
 def bare_response(response: Mapping[str, Any], server: str | None = None) -> dict[str, Any]:
-    """Return a Responses object whose tool calls have their bare names."""
+    """Return a Responses object with bare names in its tool calls."""
     output = response.get("output")
     if not isinstance(output, list):
         return dict(response)
@@ -293,7 +293,7 @@ def bare_response(response: Mapping[str, Any], server: str | None = None) -> dic
 
 
 class McpEnvironment(ClosedOnExit):
-    """An environment whose policy may call the tools of MCP servers as well."""
+    """An environment that also offers its policy the tools of MCP servers."""
 
     restoration: Restoration = "none"
     """The servers are shared by all rollouts, so that a call cannot be repeated for one."""

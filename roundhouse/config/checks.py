@@ -100,7 +100,7 @@ def check_combinations(config: RunConfig, *, recorded: bool) -> None:
 
 
 def _judge_prices(config: RunConfig) -> None:
-    """Refuse a budget in money if a judge has no price."""
+    """Refuse a budget in money if the price of a judge is missing."""
     budget, priced = config.cost.budget.money, config.cost.prices.judges
     if budget is None:
         return

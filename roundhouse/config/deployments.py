@@ -100,7 +100,7 @@ class JobTemplate(_Entry):
         """Return the template with another default of its variable `namespace`.
 
         Raises:
-            ConfigError: it has no such variable, or the name is not one of a namespace.
+            ConfigError: it does not define this variable, or the name is not one of a namespace.
         """
         if not _NAMESPACE.fullmatch(namespace):
             raise ConfigError(

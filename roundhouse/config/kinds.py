@@ -1,4 +1,4 @@
-"""A configuration section whose form is chosen by its key `kind`, among the plug-ins of a role.
+"""A configuration section with a key `kind`, which selects its form among the plug-ins of a role.
 
 Invariant: validating a section imports the code of its own kind only; the JSON schema, the reference page and error messages
 list all kinds that can be loaded.
@@ -65,7 +65,7 @@ class Kinds:
 
 
 def kind_of(section: type[Section]) -> str:
-    """Return the kind whose section this is."""
+    """Return the kind of this section."""
     kind: str = section.model_fields["kind"].annotation.__args__[0]  # type: ignore[union-attr]
     return kind
 

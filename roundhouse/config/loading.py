@@ -121,7 +121,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"Override {override!r}: the value is not YAML: {error}") from error
-    # YAML 1.1 reads 3e-4 as text because it has no dot; users mean the number. In quotes it is text.
+    # YAML 1.1 reads 3e-4 as text because the dot is missing; users mean the number. In quotes it is text.
     node[leaf] = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(text.strip()) else value
 
 

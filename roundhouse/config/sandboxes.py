@@ -117,7 +117,7 @@ class CustomSandbox(SandboxLimits):
     """Keyword arguments of the class. A secret is named, as `api_key: {variable: SANDBOX_KEY}` or `{file: …}`."""
 
     def __hash__(self) -> int:
-        """Hash by the target: `parameters` has no hash, and equal sections have equal targets."""
+        """Hash by the target: `parameters` cannot be hashed, and equal sections have equal targets."""
         return hash(self.target)
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """Mark of a key whose value a store cannot set without consent (`roundhouse.config.consent`).
+    """Mark of a key that a store cannot set without consent (`roundhouse.config.consent`).
 
     A key without this mark does not decide which code runs, which files are read, or which server receives a secret.
     """

@@ -438,7 +438,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _critic_fits(self, info: ValidationInfo) -> Self:
-        """Refuse a critic if the service has no second trained model, or would split its layers."""
+        """Refuse a critic if the service cannot train a second model, or would split its layers."""
         kind = self.algorithm.kind
         if self.algorithm.critic_section is None or is_recorded(info):
             return self

@@ -1,7 +1,7 @@
 """Included environments, and loading of custom ones.
 
 Invariant: `load` and `load_any` return a usable environment, or raise a ConfigError that names the faulty key. An
-environment is a plug-in of role `environment`: a section, and a class whose keyword arguments are the section's fields.
+environment is a plug-in of role `environment`: a section, and a class with the section's fields as keyword arguments.
 Its module is imported on first use.
 """
 
@@ -124,7 +124,7 @@ def included_sections() -> list[type[EnvironmentSection]]:
 
 
 def has_own_splits(config: EnvironmentConfig) -> bool:
-    """Return whether all tasks are made by included environments, whose splits are disjoint and fixed by the
+    """Return whether all tasks are made by included environments: their splits are disjoint and fixed by the
     configuration."""
     files = [getattr(config, name, None) for name in ("train_tasks", "heldout_tasks")]
     return not any(files) and all(each.is_included for each in environments_in(config).values())
@@ -132,7 +132,7 @@ def has_own_splits(config: EnvironmentConfig) -> bool:
 
 def first_task(config: EnvironmentConfig) -> TaskRow | None:
     """Make the first training task as a run does, so that its errors show here. Return None if the environment is in
-    another process or has no task; for a mixture, the task with most tools.
+    another process or without tasks; for a mixture, the task with most tools.
 
     Raises:
         ConfigError: the environment or its task cannot be made.
@@ -197,7 +197,7 @@ def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
     """Refuse an environment without demonstrations for a warm start, before anything is made of it.
 
     Raises:
-        ConfigError: it has no `demonstrations` method, or cannot be imported.
+        ConfigError: it does not have a `demonstrations` method, or cannot be imported.
     """
     if isinstance(config, MixtureEnvironment):
         if not any(_demonstrates(each) for each in config.environments.values()):
@@ -211,7 +211,7 @@ def _demonstrates(config: EnvironmentConfig) -> bool:
 
 
 def without_demonstrations(name: str) -> ConfigError:
-    """Return the error that a warm start has no demonstrations."""
+    """Return the error for a warm start without demonstrations."""
     return ConfigError(
         f"policy.kind is warm_start, but the environment {name} has no demonstrations. Add the method `demonstrations` to its "
         "class, or set policy.kind to pretrained and policy.path to a model directory."

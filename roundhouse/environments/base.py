@@ -53,7 +53,7 @@ Restoration = Literal["none", "replay", "snapshot"]
 
 none       it restarts from its first call
 replay     its tool calls (or steps) are repeated on a new session, in order, and must get equal answers. For deterministic
-           environments whose repetition has no outside effect
+           environments that can be repeated without outside effects
 snapshot   a session is restored from its snapshot before the newest model call; earlier calls are not repeated
 """
 TaskRow = dict[str, Any]
@@ -199,7 +199,7 @@ class Environment(TaskSource):
 
     @abstractmethod
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:
-        """Judge a finished rollout. `response` is a Responses object whose `output` holds all new items of all turns."""
+        """Judge a finished rollout. `response` is a Responses object; its `output` holds all new items of all turns."""
 
     def tools(self) -> dict[str, Tool]:
         """The tools by name."""

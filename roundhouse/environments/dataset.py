@@ -15,8 +15,8 @@ A function has one of two forms, by the names of its parameters. It may be `asyn
         return float(completion == answer)
 
 TRL calls a function once for a batch. Here it is called once for each rollout, with lists of one: a rollout is judged as soon
-as it ends, and one that failed has no completion to compare. In TRL's form, a completion is a list of messages if the row's
-prompt is one, and a text otherwise; the plain form always gets the text.
+as it ends, and a failed rollout does not produce a completion to compare. In TRL's form, a completion is a list of
+messages if the row's prompt is one, and a text otherwise; the plain form always gets the text.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _task_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], prompt: s
             raise ConfigError(f"{where}: task_id {task_id!r} is already used on row {ids[task_id]}.")
         ids[task_id] = number
         shown = _messages(row.get(prompt), f"{where}: column {prompt}")
-        # A row that lacks one of the columns has None there, as in a data frame.
+        # A missing column of a row becomes None, as in a data frame.
         tasks.append({**dict.fromkeys(columns), **row, "task_id": task_id, PARAMETERS: {"input": shown, "tools": []}})
     return tasks
 

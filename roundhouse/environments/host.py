@@ -114,7 +114,7 @@ class MarkedThread:
 
 
 class ThreadSlots:
-    """Places in shared memory for threads that are no workers."""
+    """Places in shared memory for threads that are not workers."""
 
     def __init__(self, shared: memoryview[float]) -> None:
         self.shared = shared

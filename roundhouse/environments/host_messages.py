@@ -81,7 +81,7 @@ def framed_reply(number: int, value: Any) -> bytes:
 
 
 def _has_no_nan(value: Any, depth: int = 3) -> bool:
-    """Return whether a look at a few parts shows that a value has no NaN."""
+    """Return whether a look at a few parts shows that a value does not contain NaN."""
     kind = type(value)
     if kind is float:
         return value - value == 0.0
@@ -112,7 +112,8 @@ def take_messages(received: bytearray) -> list[list[Any]]:
     """Remove whole frames from the received bytes, and return their messages.
 
     Raises:
-        ValueError: the bytes are not frames, such as those that user code wrote into a file descriptor that it did not open.
+        ValueError: the bytes are not frames, for example if user code wrote into a file descriptor that it did not
+            open.
     """
     messages, begin, size = [], 0, len(received)
     with memoryview(received) as view:

@@ -3,7 +3,7 @@
 Arrow gives every struct of a column the fields of all of them, and fills missing ones with null. A row that passed
 through it has tool calls with arguments of other tools, and schemas with properties of other tools.
 
-Invariant: only a meaningless null is removed: an argument whose schema accepts null keeps it, as does `default: null`
+Invariant: only a meaningless null is removed: an argument keeps it if its schema accepts null, as does `default: null`
 of such a parameter.
 
     {"city": "Oslo", "symbol": null}     ->    {"city": "Oslo"}        with a schema in which `symbol` is missing or a string

@@ -46,7 +46,7 @@ class HostedOperations:
     results: Mapping[str, type] = field(default_factory=dict)
     """Types of results that are not JSON values."""
     of_row: frozenset[str] = frozenset()
-    """Operations whose errors name the fields of the task row."""
+    """Operations with errors that name the fields of the task row."""
     asking: frozenset[str] = frozenset()
     """Operations that ask the process that calls them. Their first argument is an `Ask`, the second the session."""
 

@@ -3,7 +3,7 @@
 Invariants: a rollout's sandbox starts with the files of its row and is closed with the session. Results of a command
 within its limits are shown to the policy. A sandbox that cannot start or is lost fails the rollout, which is retried.
 
-    class Chores(SandboxedEnvironment[Chore]):      generated problems (`generated.py`), whose rows have `files`: text by path
+    class Chores(SandboxedEnvironment[Chore]):      generated problems (`generated.py`); their rows have `files`: text by path
         async def verify(self, session, row, response): … await session.read_files()
 """
 

@@ -1,4 +1,4 @@
-"""Single turn: short questions of general knowledge with short answers, whose form the prompt specifies.
+"""Single turn: short questions of general knowledge with short answers in a form that the prompt specifies.
 
 Invariant: the reward is `RIGHT` if the reply names an accepted answer and no other answer of its family, plus `ENDED`
 if the policy ended its turn within `max_tokens`. Several answers are wrong, so lists of guesses do not pay; words of

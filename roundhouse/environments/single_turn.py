@@ -150,8 +150,8 @@ def draw_numbers(numbers: int, largest: int, rng: random.Random) -> Puzzle:
 
 
 def value_of(text: str, numbers: list[int] | tuple[int, ...]) -> Fraction | None:
-    """Return the exact value of an expression over `numbers`; None if `text` is not such an expression or has no
-    value."""
+    """Return the exact value of an expression over `numbers`; None if `text` is not such an expression or its value is
+    undefined."""
     if len(text) > LONGEST:
         return None
     try:

@@ -7,7 +7,7 @@ of reach. A refused statement changes nothing.
 
 SQLite bounds neither the work nor the memory of planning a statement (450 characters of WITH clauses name 10^7 tables),
 nor the memory of intermediate results. The process does: `main` limits SQLite's memory, locks the process, and bounds
-the CPU time of each statement by a timer whose signal ends it.
+the CPU time of each statement by a timer, which ends it with a signal.
 
 Requests on stdin and answers on stdout are JSON after their length (`framed`); blobs and databases are in base64.
 """

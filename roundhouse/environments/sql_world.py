@@ -1,7 +1,7 @@
 """A small SQL world: questions to be answered by a query, and changes to be made with a statement.
 
-Invariants: a question is rewarded exactly if the rollout ends with a query whose rows (as a multiset) equal the
-reference's, in the session's world and in three hidden ones, so that a constant does not count. A change is rewarded
+Invariants: a question is rewarded exactly if the rollout ends with a query that returns the reference's rows (as a
+multiset) in the session's world and in three hidden ones, so that a constant does not count. A change is rewarded
 exactly if the session's tables equal the reference statement's. Every reference changes something, or differs from the
 query without its condition.
 

@@ -36,7 +36,7 @@ Tree = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Chore:
-    """A task in a tree, the command that does it, and one that does a part of it."""
+    """A task in a tree, the command that does it, and a command that does a part of it."""
 
     text: str
     before: tuple[tuple[str, str], ...]

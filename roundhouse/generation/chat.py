@@ -335,7 +335,7 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
     with another.
 
     Raises:
-        ConfigError: the template writes text that has no token.
+        ConfigError: the template writes text without a token.
     """
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWERED}]
     _, answer, ending = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(ANSWERED)

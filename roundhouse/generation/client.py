@@ -4,8 +4,8 @@ Invariant: a call ends within its time limit, with a completion or a typed error
 `rollout.concurrency` bounds the calls in flight. A call is repeated only if a replica refused it before it generated a
 token, because its weights are not whole: another replica may accept it. The caller decides about all other repetitions.
 
-The calls of one rollout (`for_rollout`) name it in a header, by which Ray Serve routes them to one replica, whose
-prefix cache holds the conversation so far. Any replica can answer any call, so a lost one costs each of its rollouts a
+The calls of one rollout (`for_rollout`) name it in a header, by which Ray Serve routes them to one replica: its prefix
+cache holds the conversation so far. Any replica can answer any call, so a lost one costs each of its rollouts a
 prefill.
 """
 

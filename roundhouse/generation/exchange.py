@@ -5,7 +5,7 @@ with symptom, likely cause and remedy, the same at a run's start (`refuse_unfit_
 
     GET  /v1/models              names the requested model
     POST /v1/chat/completions    answers with token IDs and log-probabilities, the run's sampling and tools given
-    POST /tokenize               returns the chat's prompt; continued, one that begins with the recorded tokens
+    POST /tokenize               returns the chat's prompt; continued, a prompt that begins with the recorded tokens
     POST /rh/parsed              the tool-call parser reads a call that the chat template writes
 """
 

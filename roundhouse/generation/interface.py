@@ -75,8 +75,8 @@ class TokenizedGeneration:
 
 
 def configure_generation_config(config: GenerationConfig, tokenizer: Any) -> TokenizedGeneration:
-    """Complete a configuration with the tokenizer's padding and end-of-turn tokens: the same ones that end an answer of
-    a run.
+    """Complete a configuration with the tokenizer's padding and end-of-turn tokens: the same tokens that end an answer
+    of a run.
 
     Raises:
         ConfigError: neither the tokenizer nor its generation_config.json names an end-of-turn token.

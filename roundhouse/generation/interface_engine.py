@@ -5,7 +5,7 @@ A row that exceeds its request's limit is cut and counts as truncated, so the ba
 request.
 
     waiting requests ── same sampling ──> generate(batch, greedy) ──> rows, cut at their end of turn or limit
-    new weights      ──────────────> load_weights(directory)      (finish, prepare, if the class has no better way)
+    new weights      ──────────────> load_weights(directory)      (by default: finish, prepare)
 """
 
 from __future__ import annotations

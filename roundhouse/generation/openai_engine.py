@@ -72,7 +72,7 @@ def checked_tokens(ids: Any, log_probs: Any) -> tuple[list[int], list[float]]:
     """Return token IDs and log-probabilities as they are.
 
     Raises:
-        BadReply: there are none, they differ in number, or they are not numbers of these kinds.
+        BadReply: they are missing, differ in number, or are not numbers of these kinds.
     """
     if problem := call_problem([], ids, log_probs, 0):
         raise BadReply(f"It returned tokens that cannot be recorded: {problem}.")
@@ -288,7 +288,7 @@ _LLAMA_NEUTRAL = {"repeat_penalty": 1.0, "typical_p": 1.0}
 class TextEngine(OpenAIEngine):
     """`Engine` over a server that returns only text: `generation.endpoint.kind: text`.
 
-    Invariant: its answers have no log-probabilities, so they are never trained on: training is refused before it
+    Invariant: its answers do not contain log-probabilities, so they are never trained on: training is refused before it
     starts, and validation quarantines the rollouts. The prompt is sent as the text of its tokens; an answer's token IDs
     are the policy tokenizer's reading of the text, not the server's samples, and its weights are not proved.
 
@@ -355,5 +355,5 @@ class TextEngine(OpenAIEngine):
         return Generated(ids, [], "stop" if ended else "length")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return None: the server has no log-probabilities."""
+        """Return an empty list: the server does not report log-probabilities."""
         return []

@@ -142,8 +142,8 @@ class Generated:
 
     token_ids: list[int]
     log_probs: list[float]
-    """Natural logarithms under the sampling distribution, one a token; empty for an engine without log-probabilities,
-    whose answers are not trained on."""
+    """Natural logarithms under the sampling distribution, one a token; empty for an engine without log-probabilities:
+    its answers are not trained on."""
     finish_reason: str
     """stop or length."""
     versions: list[tuple[int, int]] | None = None

@@ -235,7 +235,7 @@ class PolicyReplica:
         self.server.replicas = self.server.bring = self.replicas
         self.server.replace = self.replace
         self.server.control_token = os.environ.get("RAY_AUTH_TOKEN")
-        # Serve's proxy forwards the request unchanged. A cluster whose nodes have loopback addresses is on this
+        # Serve's proxy forwards the request unchanged. A cluster with loopback addresses is on this
         # machine alone.
         return SameOrigin(self.server, get_node_ip_address())
 
@@ -352,7 +352,7 @@ def routing_options() -> dict[str, Any]:
 
 
 def placement_options(reserved: dict[str, Any] | None) -> dict[str, Any]:
-    """Return Serve's options of a deployment whose replica reserves room for the trainer."""
+    """Return Serve's options of a deployment that reserves room for the trainer in its replica."""
     if reserved is None:
         return {}
     return {"placement_group_bundles": reserved["bundles"], "placement_group_strategy": reserved["strategy"]}

@@ -1,8 +1,8 @@
 """One replica's policy: its weights, and its permission to answer.
 
-Invariant: every answer is labelled, token by token, with the versions whose weights generated it. The gate holds new
-requests during a refit. Running ones are awaited, continue with the new weights, or restart (`running`). If the desired
-weights are unavailable, requests get 503, never an answer of a wrong version or a mixture:
+Invariant: every answer is labelled, token by token, with the versions of the weights that generated it. The gate holds
+new requests during a refit. Running ones are awaited, continue with the new weights, or restart (`running`). If the
+desired weights are unavailable, requests get 503, never an answer of a wrong version or a mixture:
 
     wanted asleep  ──gate, sleep────────────> no weights; 503 with the reason, until the next desired state wakes it
     wanted version ──bring, digest, check──> refused: engine untouched; 503 with the reason, tried again with growing

@@ -1,7 +1,7 @@
 """Tool calls in the text of a reply, read the same way for every engine.
 
 Invariants: only a call after the policy's thought counts; a call in a thought is a draft. A valid call is kept, even
-next to broken ones. A broken call becomes a call whose arguments are its text with its tag. This is not JSON, so every
+next to broken ones. A broken call becomes a call with its text and tag as arguments. This is not JSON, so every
 agent answers it with a tool error that the policy sees.
 
     <think>Shall I write <tool_call>{"name": "delete"}</tool_call>? No.</think>

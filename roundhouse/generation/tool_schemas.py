@@ -23,7 +23,7 @@ MAX_NODES = 20_000
 """Parts of one tool's schema with its definitions in place. Definitions that hold others twice grow without bound."""
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = ("properties", "patternProperties", *_DEFINITIONS)
-"""Keys whose values are maps from free names, not words of JSON Schema."""
+"""Keys with values that are maps from free names, not words of JSON Schema."""
 _DATA = frozenset({"default", "const", "enum", "examples", "example", "required", "description", "title"})
 _UNIONS = ("anyOf", "oneOf")
 
@@ -110,7 +110,7 @@ class _Inliner:
 
 
 def _typed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose unions have a type; a union of one kind becomes that kind."""
+    """Return a schema with a type in its unions; a union of one kind becomes that kind."""
     for key in _UNIONS:
         choices = schema.get(key)
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):

@@ -127,7 +127,7 @@ class TrainerEngine(LentEngine, TransformersEngine):
     """`Engine` over the model of the trainer in this process, with its number format and threads.
 
     Raises:
-        ConfigError: `mcore_generation_config` has no room for one request of `max_model_len`.
+        ConfigError: `mcore_generation_config` is too small for one request of `max_model_len`.
     """
 
     def __init__(self, config: GenerationConfig, model_dir: str, codec: ChatCodec) -> None:

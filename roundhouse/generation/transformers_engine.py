@@ -154,7 +154,7 @@ def generate_batch(
 
     Args:
         between: may change the model's weights.
-        version: returns the model's version; without it, answers have no version.
+        version: returns the model's version; without it, answers are not labelled with a version.
         is_wanted: whether a caller still waits for a row; the batch ends when the others are finished.
 
     Raises:
@@ -388,7 +388,7 @@ class TransformersEngine(BatchingEngine):
                 break
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001 (border of a piece of work: who asked for it gets the cause)
+            except Exception as error:  # noqa: BLE001 (border of a piece of work: its requester gets the cause)
                 future.set_exception(error)
             else:
                 change = result if isinstance(result, Change) else change

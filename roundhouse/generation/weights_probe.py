@@ -115,7 +115,7 @@ def probed_layers(model: Any) -> set[str]:
 
 
 def _packed_layers(model: Any) -> Iterator[tuple[str, Any, list[str]]]:
-    """Return layers whose weights vLLM stacks or packs, with the checkpoint's names of their parts."""
+    """Return layers with weights that vLLM stacks or packs, and the checkpoint's names of their parts."""
     stacked: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     probed = probed_layers(model)
     for name, module in model.named_modules():

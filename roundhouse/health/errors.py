@@ -202,7 +202,7 @@ DOUBT = 1e-3
 FEW_FAILURES = 5
 """Fewest failures that raise an alert."""
 TOGETHER = 3
-"""Number of iterations whose failures are judged together, if one has too few."""
+"""Number of iterations that are judged together, if one has too few failures."""
 REMEMBERED = 100
 """Iterations back in which the best reward is looked for."""
 

@@ -8,8 +8,8 @@ with aiohttp in `read_reply`:
     async with client_session(…) as http, http.post(url, data=data) as reply:
         data = await read_reply(reply)
 
-Invariant: no client keeps a cookie: one that cannot be sent back would fail every later request. Code that needs the cookies
-of a session sends them itself.
+Invariant: no client keeps a cookie: a cookie that cannot be sent back would fail every later request. Code that needs
+the cookies of a session sends them itself.
 
 Invariant: no request to this machine goes through a proxy, and no internal request does (engine, replicas, trainer,
 environment servers): a proxy would read its token. A request to a foreign server, such as `generation.endpoint.url`, follows

@@ -1,4 +1,4 @@
-"""The time limit of a reply's headers, for the clients of `httpx`, whose own limits hold for one read each.
+"""The time limit of a reply's headers, for the clients of `httpx`: their own limits hold for one read each.
 
 Invariant: the reads from a request to the end of its reply's headers share the time of one read, however slowly their
 bytes arrive and however many interim replies (100 Continue) come first. The body has the limit of `roundhouse.http.replies`.

@@ -2,8 +2,8 @@
 
 Invariant: no client of Roundhouse holds more of a reply than `ROUNDHOUSE_MAX_BODY_MIB` (256 MiB). A few bytes of gzip
 unpack to gigabytes, so replies are requested without compression, and a compressed one is refused unread. A body has
-the time limit of one read, however slowly its bytes arrive; a stream of events, if the request accepts one, has no such
-limit.
+the time limit of one read, however slowly its bytes arrive; a stream of events, if the request accepts one, does not
+have this limit.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def members(state: StateDirectory, service: str | None = None) -> list[psutil.Pr
 
 
 def carrying(marked: str, sessions: Iterable[Session] = ()) -> list[psutil.Process]:
-    """Return live processes with this mark or one that extends it by `::`, those of the sessions, and all that descend
+    """Return live processes with this mark or its extension by `::`, those of the sessions, and all that descend
     from these, without the caller.
 
     A process that sets its title, as Ray's workers and agents do, overwrites the mark, but stays in its session.

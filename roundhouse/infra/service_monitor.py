@@ -5,9 +5,9 @@
 
 Invariant: when `keep` has returned or was cancelled, no process of the service is left.
 
-A service that never became ready is not retried, because its log has a cause that would recur. One that worked, or
-waited in vain for a part of itself (`ServiceSpec.part_seconds`), gets `RESTARTS` more starts with growing pauses; after
-`STEADY_SECONDS` of work, it has all of them again.
+A service that never became ready is not retried, because its log has a cause that would recur. A service that worked,
+or waited in vain for a part of itself (`ServiceSpec.part_seconds`), gets `RESTARTS` more starts with growing pauses;
+after `STEADY_SECONDS` of work, it has all of them again.
 """
 
 from __future__ import annotations

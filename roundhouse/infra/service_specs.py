@@ -1,8 +1,8 @@
 """Start of each local service: its ports, command, environment and health check.
 
 Invariant: a service spec is a pure function of the state directory and the ports. A service writes only under the state
-directory, and every server listens on the loopback interface only (except statistics and metrics of Serve's HAProxy,
-whose address Ray fixes).
+directory, and every server listens on the loopback interface only (except statistics and metrics of Serve's HAProxy:
+Ray fixes their address).
 
 The settings, each with its measured reason, come from runs of Prefect 3.7, MLflow 3.17 and Ray 2.60.
 """
@@ -107,7 +107,7 @@ def prefect_client(state: StateDirectory, port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
         "PREFECT_API_AUTH_STRING": prefect_auth_string(state),
         "PREFECT_HOME": str(state.path / "prefect"),
-        # This server has none of these tokens, and each new client, one per iteration, would request one first.
+        # This server does not use these tokens, and each new client, one per iteration, would request one first.
         "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
@@ -309,7 +309,7 @@ def _digest(state: StateDirectory) -> str:
 
 def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
     command = [sys.executable, "-P", "-m", "roundhouse.compat.nemo_gym.servers.resources", "--host", LOOPBACK]
-    # The contract has no health route: any answer except a server error shows that it serves.
+    # The contract does not define a health route: any answer except a server error shows that it serves.
     return Launch(
         [*command, "--port", str(ports["http"])], f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500
     )

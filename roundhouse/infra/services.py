@@ -2,7 +2,7 @@
 
 Invariant: after `up` every named service is healthy; after `down` none of their processes is left, even of a killed
 supervisor. Both may be called repeatedly. A service runs as long as it has a holder: a person (`up` without an owner,
-ended by `down`), or a process (`owner`), whose end releases it.
+ended by `down`), or a process (`owner`): its end releases the service.
 
     with local_services(".roundhouse/services", keep=("prefect", "mlflow")) as services:
         os.environ.update(services.environment())
@@ -383,5 +383,5 @@ def engine_lock(state: StateDirectory, run_id: str) -> Iterator[None]:
         yield
     finally:
         if not had_already:
-            with contextlib.suppress(FileNotFoundError), state.lock():  # a missing directory has no engine
+            with contextlib.suppress(FileNotFoundError), state.lock():  # a missing directory cannot hold an engine
                 state.write_engine_use(None)

@@ -6,7 +6,7 @@ may have been reused.
 
     <state>/wanted.json      leases: service -> holders, fixed ports, arguments, number of the newest request
     <state>/services.json    running services: process, ports, addresses, log, status; ports stay on record after a stop
-    <state>/engine.json      the run whose turn it is with the engine of these services
+    <state>/engine.json      the run that has its turn with the engine of these services
     <state>/handover.json    environment of the newest request, readable by the owner alone, removed once taken over
     <state>/ray_token        secrets of Ray's cluster and of Prefect's API, readable by the owner alone
     <state>/prefect_auth_string, prefect.html: the second opens Prefect's page with the first

@@ -95,7 +95,7 @@ class Supervisor:
                     log.error("%s: the monitor failed", name, exc_info=error)
             elif name not in wanted.services and not task.cancelling():
                 task.cancel()
-        # At every request, even one that starts nothing: the handover holds secrets and must not stay on disk.
+        # At every request, even if it starts nothing: the handover holds secrets and must not stay on disk.
         if handed := self.state.take_over():
             self.environment, self.directory = handed
         for name, lease in wanted.services.items():

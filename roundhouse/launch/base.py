@@ -41,7 +41,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One of several machines whose ranks are one group."""
+    """One of several machines that together run the ranks of one group."""
 
     machines: int
     machine: int
@@ -118,7 +118,7 @@ class Launcher(ABC):
     """Time that a program may wait for its machines before it starts, in addition to its own limit."""
 
     def __init__(self, run: Run | None) -> None:
-        """Create the launcher. `run` is the run whose stage starts the programs; None if none is needed."""
+        """Create the launcher. `run` is the run of the stage that starts the programs; None if none is needed."""
 
     def expect(self, programs: Sequence[Program]) -> None:
         """Announce all programs of a stage before the first is run. Earlier programs of the stage that are not among

@@ -46,7 +46,7 @@ START_SECONDS = 300.0
 CAUSE_SECONDS = 10.0
 """For a launcher to notice that a rank was lost, after the leading rank has."""
 CAUSE_ELSEWHERE_SECONDS = 60.0
-"""The same for other machines, whose ranks are asked to end before their errors are combined."""
+"""The same for other machines: their ranks are asked to end before their errors are combined."""
 MARGIN_SECONDS = 5.0
 """For the leading rank to report that its peers hang, beyond the time limit of a collective."""
 _RANK = re.compile(r"rank (\d+) of \d+: pid (\d+)")
@@ -226,7 +226,7 @@ class RunningRanks:
             self._error = InfraError("The resident ranks have ended by themselves: they heard nothing of this process.")
         except Stopped:
             pass
-        except Exception as error:  # noqa: BLE001 - told by who waits for the ranks
+        except Exception as error:  # noqa: BLE001 - reported by the thread that waits for the ranks
             known = typed(error)
             self._error = known if isinstance(known, RoundhouseError) else InfraError(f"The ranks' launcher: {error!r}")
         finally:

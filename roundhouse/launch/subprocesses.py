@@ -73,7 +73,7 @@ class SubprocessLauncher(Launcher):
         return self.run_prepared(program, said, stopped)
 
     def run_prepared(self, program: Program, said: Say, stopped: threading.Event) -> Location:
-        """Run a program whose spec is already at its place."""
+        """Run a program. Its spec is already at its place."""
         scratch = Path(tempfile.mkdtemp(dir=self._scratch.name))
         environment, ranks = dict(program.environment), list[str]()
         if program.ranks > 1 or program.group is not None:

@@ -96,7 +96,7 @@ def open_tinker(config: TrainConfig, arguments: ServiceArguments) -> TrainServic
 
 
 def refuse_process(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
-    """Raise ConfigError: a process for each step has no verbs."""
+    """Raise ConfigError: a process for each step does not offer the verbs."""
     raise ConfigError(
         "train.service.kind is process: it runs whole steps, not single verbs. Use resident, ray or remote."
     )

@@ -19,7 +19,7 @@ with P + G. (For other G the engine keeps the recorded tokens; see `roundhouse.g
 
 A tool's schema is reduced to the names and types of its arguments, because a policy trained from nothing cannot read
 descriptions, and each prompt token costs time. Every tool result is a separate block, so that a second one appends.
-Content and tool call have no separator, because the parser drops none.
+The template writes no separator between content and tool call, because the parser would not drop it.
 """
 
 from __future__ import annotations

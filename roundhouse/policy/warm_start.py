@@ -116,7 +116,7 @@ def make_starting_policy(
         cache: directory of earlier warm starts; an equal one is copied.
 
     Raises:
-        ConfigError: the environment has no demonstrations, or one that spells a control token.
+        ConfigError: the environment does not provide demonstrations, or a demonstration spells a control token.
         StoreError: `directory` exists and is not empty.
     """
     if directory.exists() and any(directory.iterdir()):

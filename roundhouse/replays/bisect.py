@@ -96,8 +96,8 @@ class Bisection:
     iteration: int | None = None
     detail: str = ""
     likely: str = ""
-    """Without a `cause`: the only candidate whose trials could not be measured; empty if there is none or more than
-    one."""
+    """Without a `cause`: the only candidate with trials that could not be measured; empty for zero or several such
+    candidates."""
     groups: list[str] = field(default_factory=list)
     """For rows: the smallest set found without which the metric does not fall; empty: only all rows together are
     responsible."""
@@ -181,8 +181,8 @@ def bisect(
 
 
 def right_run(run: Run, against: str | None) -> Run:
-    """Return the run whose configuration is assumed correct: the named one, else the parent of a fork, else the run
-    itself.
+    """Return the run with the configuration that is assumed correct: the named one, else the parent of a fork, else the
+    run itself.
 
     Raises:
         StoreError: no run has the name `against`.
@@ -592,7 +592,7 @@ class _Bisector:
             self.found.stage_runs += stages
 
     def clean_up(self) -> None:
-        """Delete all replays except the deciding one: the last one that restored the fall."""
+        """Delete all replays except the deciding one: the last trial that restored the fall."""
         decided = [trial.place for trial in self.found.trials if trial.place and _does(trial)]
         kept = decided[-1].rsplit("/", 1)[-1] if self.found.cause and decided else ""
         store = Location(self.run.config.store)

@@ -81,7 +81,7 @@ def branch(
         checkpoint: of the policy version that the engine at `engine_url` holds.
 
     Raises:
-        StoreError: the iteration has no collection, or lacks these rollouts; or `name` holds such branches of another
+        StoreError: the iteration lacks a collection or these rollouts; or `name` holds such branches of another
             collection.
         ConfigError: the environment cannot be given recorded replies.
         DataError: all branches failed, as for rollouts that cannot be rebuilt; nothing is stored.

@@ -262,7 +262,7 @@ class Drift:
     effective_rollouts: float
     """Kish of the rollouts' weights, each the product over its tokens."""
     clipped: float
-    """Share of the tokens whose weight is outside of `train.algorithm.mismatch_bounds`."""
+    """Share of the tokens with a weight outside of `train.algorithm.mismatch_bounds`."""
     kl: float
     """Nats a token."""
 

@@ -70,7 +70,7 @@ def smallest_set(items: Sequence[T], does_it: Callable[[list[T]], bool], trials:
 class SubstitutedGroups:
     """The groups of some iterations, and healthy replacements, so that all steps keep their size.
 
-    A group is replaced by the healthy one with its ID, else by one whose ID no recorded group has; without a
+    A group is replaced by the healthy one with its ID, else by one with an ID that no recorded group has; without a
     replacement its place stays empty.
     """
 

@@ -160,7 +160,7 @@ class OtherWeights:
     def __init__(self, run: Run, rollouts: dict[int, list[Rollout]]) -> None:
         self.run, self.rollouts = run, rollouts
         self.pool = list(rollouts)
-        """Versions whose rollouts count."""
+        """Versions with rollouts that count."""
         self.further: Callable[[], Iterator[tuple[int, list[Rollout]]]] = lambda: iter(())
         """Other versions with their rollouts, added to `pool` if it gives no estimate."""
         self._log_probs: dict[tuple[int, int], np.ndarray] = {}

@@ -2,7 +2,8 @@
 
 Invariants: no token is generated. The agent loop is the same as in collection (`roundhouse.rollout.agents`), so the
 verifier receives the same input. Before each recorded reply, the environment's answers must equal the recorded ones.
-Otherwise, or if the recording cannot be followed to its end, the rollout is refused with a reason, and has no verdict.
+Otherwise, or if the recording cannot be followed to its end, the rollout is refused with a reason and without a
+verdict.
 
     recorded    task  reply 0  tool  reply 1  tool  reply 2  reward
     replayed    task  reply 0  TOOL  reply 1  TOOL  reply 2  VERIFY        CAPITALS: really called, and compared

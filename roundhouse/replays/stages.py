@@ -75,7 +75,7 @@ def replay(
         stages: of collect, validate, train and evaluate. Sampling stages need the run's engine.
         overrides: `key.path=value` over the recorded configuration.
         inputs: `rollouts`: a dataset that `rescore` made of this run, the path of a collection, or `iteration:7`;
-            `base`: the version whose weights the first iteration starts from.
+            `base`: the version that the first iteration starts from.
         name: of the replay; by default a name derived from all of the above and the code.
         gate: bounds of drift at which to stop; None: never.
         say: called with a line for each stage.

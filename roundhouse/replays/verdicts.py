@@ -3,7 +3,8 @@
 Invariants: nothing is generated and stored data does not change: the verdicts make a new dataset version for training.
 A version is of one collection (one policy version) and of one judge; the same call is a no-op, and after a kill only
 unfinished collections are judged. A rollout that cannot be rebuilt is `failed` there, with the code `not_rebuilt` and
-its reason; one that a rubric cannot score has the code of that failure. Neither has a reward, so neither is trained on.
+its reason; a rollout that a rubric cannot score has the code of that failure. Neither has a reward, so neither is
+trained on.
 
     runs/quickstart/iterations/000012/collect   ──>   datasets/mended/quickstart-i000012
                                                         rollouts, turns    as collected, with the new verdicts
@@ -164,7 +165,7 @@ def collections_of(store: str, source: str | Sequence[str], iterations: range | 
     """Return the complete collections of a run's iterations, or of datasets.
 
     Raises:
-        StoreError: none exists, or a named iteration has none; the text lists the existing ones.
+        StoreError: none exists, or a named iteration is without one; the text lists the existing ones.
     """
     if not isinstance(source, str):
         return find_datasets(store, source)

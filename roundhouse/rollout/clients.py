@@ -91,7 +91,7 @@ def first_question(config: EnvironmentConfig) -> tuple[list[dict[str, Any]], lis
 
 
 def first_messages(task: TaskRow | None, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Return the initial messages of the row's rollout in chat form, or a placeholder question if it has none.
+    """Return the initial messages of the row's rollout in chat form, or a placeholder question if they are missing.
 
     Args:
         system_prompt: `rollout.system_prompt`, or the system prompt of the row's environment.
@@ -331,7 +331,7 @@ class MixtureClient(ClosedOnExit):
             rows: rows of `config.train_tasks` and `config.heldout_tasks`, if these are set.
 
         Raises:
-            ConfigError: a row's prefix is not an environment of the mixture, or a drawn environment has no rows.
+            ConfigError: a row's prefix is not an environment of the mixture, or a drawn environment is without rows.
         """
         self._config = config
         self._parts = parts

@@ -178,13 +178,13 @@ class _Call:
 def chain_calls(calls: Sequence[Mapping[str, Any]], policy_version: int | None = None) -> ChainedCalls:
     """Return turns for the calls that generated tokens, in call order.
 
-    A call without generated tokens has nothing to train on and is skipped.
+    A call without generated tokens cannot be trained on and is skipped.
 
     Args:
         calls: records of the model server's `GET /captures/<id>`: `call` (start order), `prompt_token_ids`,
             `generation_token_ids`, `generation_log_probs`, `policy_version`, `version_spans`, `finish_reason`,
             `latency_seconds`.
-        policy_version: weights version for calls whose engine did not report it; it must have been constant.
+        policy_version: weights version for calls without a reported version; it must have been constant.
 
     Returns:
         The turns that could be joined (empty if tokens are missing), and a reason if joining failed:
@@ -514,7 +514,7 @@ class SamplingOverrides:
 
     sampling: Sampling
     tools: bool
-    """False if `tool_choice` is none: the policy sees no tools."""
+    """False with `tool_choice: none`: the policy sees no tools."""
     together: bool
     """False: `parallel_tool_calls` is false, and calls of one reply are run one after another. All of them, as NeMo Gym's
     `simple_agent` runs whatever it is given: that a reply has one call is the engine's affair."""

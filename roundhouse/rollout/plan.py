@@ -173,7 +173,7 @@ def task_id_of(row: TaskRow) -> str:
     """Return the row's task_id.
 
     Raises:
-        DataError: the row has no task_id, so its groups could not be found again.
+        DataError: task_id is missing, so its groups could not be found again.
     """
     if row.get("task_id") in (None, ""):
         raise DataError(
@@ -183,7 +183,7 @@ def task_id_of(row: TaskRow) -> str:
 
 
 KEPT_STAGES = 512
-"""Number of collect stages whose rewards are cached in memory."""
+"""Number of collect stages with rewards cached in memory."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def plan_rollouts(
         tasks: all tasks of the draw; generated names must avoid their IDs. By default the rows.
 
     Raises:
-        DataError: a row has no task_id.
+        DataError: the task_id of a row is missing.
     """
     specs = []
     times: dict[str, int] = {}
@@ -334,7 +334,7 @@ def _task_id(row: TaskRow) -> str:
 
 
 def _planned_row(row: TaskRow, task_id: str) -> TaskRow:
-    """Return the row with storable texts. Replace a row that is not JSON with one that fails its rollouts."""
+    """Return the row with storable texts. Replace a row that is not JSON with a row that fails its rollouts."""
     try:
         if names := [name for name in row if not isinstance(name, str)]:
             raise TypeError(f"the key {names[0]!r} is not a text")

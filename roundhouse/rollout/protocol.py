@@ -386,7 +386,7 @@ class ClosedOnExit:
 
 
 class ClientWithRows(ClosedOnExit):
-    """Base of clients whose task rows come from files."""
+    """Base of clients with task rows from files."""
 
     def __init__(self, train: Sequence[TaskRow] = (), heldout: Sequence[TaskRow] = ()) -> None:
         self._tasks: dict[Split, Sequence[TaskRow]] = {"train": train, "heldout": heldout}

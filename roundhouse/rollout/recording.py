@@ -19,7 +19,7 @@ Each branch is a rollout of the same stage and policy version. Only its new turn
 Several ends of one state estimate its value without a critic (VinePPO, arXiv 2410.01679). Branch points are drawn at
 random or at the highest uncertainty after an observation (ARPO, arXiv 2507.19849, section 3; TreeRL, arXiv 2506.11902).
 The uncertainty is the mean of -log p over the first sampled tokens, a one-sample estimate of the entropy, because the
-store has no distributions.
+store does not hold distributions.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class RecordedCalls:
         self._answers = []
 
     async def snapshot(self) -> str | None:
-        """Return the session's snapshot as JSON; None if it has no snapshots."""
+        """Return the session's snapshot as JSON; None if it does not support snapshots."""
         if self._restoration != "snapshot" or self._session is None:
             return None
         try:
@@ -335,7 +335,7 @@ class RecordedCalls:
             raise self._diverged("not_restored", str(error)) from error
 
     def begun(self, session: EnvironmentSession | EpisodeSession) -> None:
-        """Set the session whose snapshots are recorded."""
+        """Set the session; its snapshots are recorded."""
         self._session = cast(Snapshotting, session)
 
     async def answer(
@@ -505,7 +505,7 @@ class TurnJournal:
         """Read a part of an earlier attempt. Later parts override earlier ones.
 
         Args:
-            leave_out: rollouts whose calls are not needed any more.
+            leave_out: rollouts with calls that are not needed any more.
         """
         for event in journal_events(part):
             if isinstance(event, RecordedCall):

@@ -428,7 +428,7 @@ def read_answer(data: bytes, url: str) -> Answer:
     """Return the JSON of a chat completion's text.
 
     Raises:
-        JudgeUnreadable: the reply is not a chat completion or has no text.
+        JudgeUnreadable: the reply is not a chat completion with a text.
     """
     try:
         reply = read_json(data)
@@ -502,7 +502,7 @@ class JudgedAgent:
 
 
 class JudgedEnvironment(ClosedOnExit):
-    """An environment whose rollouts are scored or audited by a rubric."""
+    """An environment with a rubric that scores or audits its rollouts."""
 
     def __init__(
         self, environment: EnvironmentClient, rubric: Rubric | None, audit: Audit | None, store: str | None

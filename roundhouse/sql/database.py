@@ -2,7 +2,7 @@
 
 Invariant: a statement cannot write, or reach a file, a network or an extension. Three locks protect against this: only
 one SELECT (or EXPLAIN) is accepted; external access is off and the configuration locked before the statement is read;
-and data arrives as Arrow datasets, whose files only we choose.
+and data arrives as Arrow datasets, and only we choose their files.
 
 Tables: the rows of `rollouts`, `turns`, `sequences`, `quarantine` and `columns` are in Parquet and read lazily; the
 others are made from run.json and manifests, which are small.

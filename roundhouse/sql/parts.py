@@ -1,6 +1,6 @@
 """Select the valid part files of a store.
 
-Invariant: a part of a complete stage is one that the manifest names, so remains of an interrupted or losing attempt are
+Invariant: the manifest names every part of a complete stage, so remains of an interrupted or losing attempt are
 never read. If unfinished stages are requested too, each gives the parts of its newest attempt that has any, or of the
 newest writer of each shard, marked as incomplete: a writer writes taken-over rollouts again, so none comes twice. With
 several rounds of shards, the newest round counts.
@@ -137,7 +137,7 @@ def datasets_stages(store: str, *, runs: Sequence[str] | None = None, unfinished
 
     Args:
         runs: only collections of these runs.
-        unfinished: also versions without a manifest, whose collecting run is unknown.
+        unfinished: also versions without a manifest; their collecting run is unknown.
 
     Raises:
         StoreError: a manifest cannot be read.
@@ -161,7 +161,7 @@ def datasets_stages(store: str, *, runs: Sequence[str] | None = None, unfinished
 
 
 def open_stages(stages: Sequence[StageFiles]) -> list[StageFiles]:
-    """Return them with their manifests; omit a stage whose manifest vanished in the meantime (retention deletes
+    """Return them with their manifests; omit a stage if its manifest vanished in the meantime (retention deletes
     checkpoints)."""
     with ThreadPoolExecutor(READERS) as pool:
         manifests = list(pool.map(lambda stage: read_manifest_at(stage.uri), stages))

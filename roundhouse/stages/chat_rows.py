@@ -122,7 +122,7 @@ def _reward(reward: Any) -> float:
 
 
 def _message(message: Any, calls: list[str], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have IDs and arguments as text. A tool's output without an ID answers the oldest of
+    """Return a message with IDs and argument texts in its calls. A tool's output without an ID answers the oldest of
     `calls`.
 
     Args:

@@ -41,7 +41,7 @@ def publish_starting_policy(run: Run, directory: Path, details: dict[str, object
 def publish(run: Run, update: Reference) -> Reference:
     """Publish the version that a train stage wrote: check its files, commit the manifest, move the pointer.
 
-    A file whose stamp is unchanged since its digest was taken is not read again. The trainer took the digest of the
+    A file is not read again if its stamp is unchanged since its digest was taken. The trainer took the digest of the
     tensors while it wrote them; a checkpoint without this digest is read once.
 
     Raises:

@@ -1,8 +1,8 @@
 """Cost of an iteration and a run, and a run's budget.
 
 Invariants: costs come from the stages' records; a GPU costs while it is held, used or not. A judge without a price is
-named with its tokens and never counts as free. The run's engine has no token price, because its GPUs are paid by the
-hour. `trajectories.records` lists the causes of wasted tokens.
+named with its tokens and never counts as free. The run's engine is not priced by token, because its GPUs are paid by
+the hour. `trajectories.records` lists the causes of wasted tokens.
 
 Budget:
 

@@ -45,7 +45,7 @@ def evaluate_version(
     """Evaluate a policy version after its refit; with `name`, on that one of `evaluation.sets`.
 
     Raises:
-        ConfigError: the environment has no held-out task.
+        ConfigError: the environment does not have a held-out task.
         TooFewRollouts, FailingRollouts: a larger share than `rollout.max_failed_fraction` failed; the next attempt
             makes these again.
     """
@@ -187,7 +187,7 @@ def reported_ks(rewards: Rewards) -> list[int]:
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Mean of one value a task, with its percentile bootstrap interval over tasks (Efron 1979).
 
-    If the value is equal for all tasks, the interval has no width but does not bound unseen tasks: after n passed
+    If the value is equal for all tasks, the interval's width is 0, but it does not bound unseen tasks: after n passed
     tasks, up to about 3 / n may still fail.
     """
     data = np.asarray(values, dtype=np.float64)
@@ -211,7 +211,7 @@ def paired_difference(candidate: Rewards, incumbent: Rewards, confidence: float 
     Both answered the same tasks, so differences are taken per task and task difficulty cancels.
 
     Raises:
-        ValueError: they have no task in common.
+        ValueError: they do not share a task.
     """
     ours, theirs = task_means(candidate), task_means(incumbent)
     common = sorted(ours.keys() & theirs.keys())

@@ -116,7 +116,7 @@ def fork_of(store: str, parent_id: str, run_id: str) -> Run | None:
 
 
 def _source(store: str, parent_id: str, run_id: str, at: int | None) -> tuple[Run, int]:
-    """Return the run whose configuration a fork takes, and its starting version: the fork itself if it owns that
+    """Return the run that supplies a fork's configuration, and the starting version: the fork itself if it owns that
     version, else its parent."""
     if (fork := fork_of(store, parent_id, run_id)) is not None:
         at = fork.first_version if at is None else at
@@ -152,7 +152,7 @@ def _algorithm(config: RunConfig, method: Method, teacher: str | None, threshold
             "select": "best_of_group",
             "reward_threshold": 1.0 if threshold is None else threshold,
         }
-    # The run's algorithm, else GRPO, with truncated importance weights if it has no correction
+    # The run's algorithm, else GRPO, with truncated importance weights unless it has a correction
     own = config.train.algorithm.model_dump(mode="json", exclude_unset=True)
     kind = config.train.algorithm.kind
     if kind in ("cross_entropy", "distillation"):

@@ -48,7 +48,7 @@ class Importance:
     effective_rollouts: float
     """Kish of the rollouts' weights, as a share of the rollouts."""
     clipped: float
-    """Share of the tokens whose weight is outside of the correction's bounds."""
+    """Share of the tokens with a weight outside of the correction's bounds."""
     mean_difference: float
     """Mean of |policy − recorded| over the tokens, in nats."""
 

@@ -1,4 +1,4 @@
-"""Stages of the user, by `stages.after_…`: a function whose metrics are committed as a stage of its name.
+"""Stages of the user, by `stages.after_…`: a function's metrics are committed as a stage of its name.
 
 Invariant: a function runs once in an iteration; of a complete stage, the metrics are read. It gets stored data and changes
 none of it.

@@ -150,7 +150,7 @@ def find_datasets(store: str, names: Sequence[str], run: Run | None = None) -> l
     completion.
 
     Args:
-        run: run for whose policy chat-row files are imported; without it they are read and omitted.
+        run: chat-row files are imported for its policy; without a run they are read and omitted.
 
     Raises:
         StoreError: a name matches nothing; the existing names are listed.
@@ -209,7 +209,7 @@ def age_of(run: Run, weights: Reference | None) -> int | None:
         try:
             parent = read_identity(Location(origin["run"])).get("parent")
         except NotFound:
-            break  # the lineage continues, but is no longer on record
+            break  # the lineage continues, but its record is missing
     for uri, newest in line:
         if uri == place["run"]:
             return run.first_version - weights.policy_version if weights.policy_version <= newest else None
@@ -283,7 +283,8 @@ def refuse_other_sampling(config: RunConfig, datasets: Sequence[Reference]) -> N
 
 
 def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
-    """Refuse token weights: written rows were not sampled from a policy, so their tokens have no probabilities."""
+    """Refuse token weights: written rows were not sampled from a policy, so the probabilities of their tokens are
+    unknown."""
     algorithm = config.train.algorithm
     written = f"dataset {label} was written, not sampled: it lacks the log-probabilities for token weights"
     if not isinstance(algorithm, CrossEntropyConfig):

@@ -84,7 +84,7 @@ TRIAL_SECONDS = 10.0
 
 
 def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = True, draws: bool | None = None) -> None:
-    """Refuse a run whose store, algorithm, curriculum, environment, tasks, starting policy or datasets are unusable.
+    """Refuse a run with an unusable store, algorithm, curriculum, environment, task, starting policy or dataset.
 
     Args:
         remote: check buckets, too. A dry run makes no remote requests.
@@ -187,7 +187,7 @@ def _first_training_task(config: RunConfig, client: EnvironmentClient) -> TaskRo
     """Return the first training task.
 
     Raises:
-        ConfigError: the environment has no task, or the first is not a task row.
+        ConfigError: the environment does not have a task, or the first is not a task row.
     """
     task = next(iter(client.tasks("train")), None)
     if task is None:
@@ -280,7 +280,7 @@ def refuse_unknown_metric(config: RunConfig) -> None:
 
 
 def _refuse_unfit_tasks(config: RunConfig, tasks: Sequence[TaskRow], prompts: Prompts | None) -> None:
-    """Refuse training tasks of which `rollout` leaves too few for an iteration, or whose first prompt fills the context.
+    """Refuse training tasks if `rollout` leaves too few for an iteration, or if a first prompt fills the context.
 
     Args:
         prompts: None if they cannot be rendered here; then each task counts.
@@ -663,7 +663,7 @@ def _model_type(path: str) -> str | None:
 
 
 def refuse_unfit_memory(config: RunConfig) -> None:
-    """Refuse a policy whose training step does not fit this machine: its first GPU, or a rank's share of free memory.
+    """Refuse a policy if its training step does not fit this machine: its first GPU, or a rank's share of free memory.
 
     On CPUs, skip the plan, which takes seconds, for a policy that is small relative to the memory.
 

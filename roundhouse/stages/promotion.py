@@ -147,7 +147,7 @@ def promote(run: Run, version: int) -> Reference | None:
     """Decide about an evaluated version; None when `evaluation.promotion_confidence` is null.
 
     Raises:
-        StoreError: the version has no evaluation.
+        StoreError: the version was not evaluated.
     """
     confidence = run.config.evaluation.promotion_confidence
     if confidence is None:

@@ -424,7 +424,7 @@ class AlertWatch:
 
 
 def watched_metrics(run: Run, iteration: int) -> dict[str, float]:
-    """Return the metrics of an iteration that can raise alerts; a skipped iteration has none.
+    """Return the metrics of an iteration that can raise alerts; empty for a skipped iteration.
 
     Engine and trainer are compared only if both had the same weights: old rollouts differ by design.
     """

@@ -138,8 +138,8 @@ def code_digests(config: RunConfig) -> dict[str, str]:
 
 
 def task_warnings(config: RunConfig, *, remote: bool = True) -> list[str]:
-    """Return warnings about the task rows: repeated ids, held-out tasks that are training tasks, and rows for which
-    `rollout.system_prompt` has no effect.
+    """Return warnings about the task rows: repeated ids, held-out tasks that are training tasks, and rows that ignore
+    `rollout.system_prompt`.
 
     Args:
         remote: read files in buckets, too.

@@ -301,7 +301,7 @@ def log_probs_under(
     from roundhouse.training.trainer import Trainer
 
     with _turn(run, base):
-        if run.config.train.service.runs_whole_steps:  # has no verbs: computed in this process
+        if run.config.train.service.runs_whole_steps:  # without the verbs: computed in this process
             config = run.config.train.model_copy(update={"service": ResidentService()})
             trainer = Trainer.load(
                 StoredModel.of(base, cache),
@@ -360,7 +360,7 @@ def release_trainer(patience_seconds: float = -1) -> None:
 @contextmanager
 def trainer_holding(run: Run, version: Reference) -> Iterator[TrainService | None]:
     """Yield the service of an idle trainer that holds exactly this version, for exclusive use in the block; None if
-    there is no such trainer or it is busy."""
+    such a trainer does not exist or is busy."""
     if not _busy.acquire(blocking=False):
         yield None
         return
@@ -608,7 +608,7 @@ def model_at(source: str, key: str) -> str:
     """Return the URI of the model directory that this key of the algorithm names.
 
     Raises:
-        ConfigError: it has no model.
+        ConfigError: it does not contain a model.
     """
     place = model_location(Location(source))
     if "config.json" not in place.tree():
@@ -694,12 +694,12 @@ def open_service(
 
     Args:
         owner: owner of the training session; a remote service distinguishes runs by it.
-        placement_group: Ray ID of the group whose last bundle holds the actor.
+        placement_group: Ray ID of the group that holds the actor in its last bundle.
         at: run and iteration, for ranks that start elsewhere.
         apart: train in another process than this one.
 
     Raises:
-        ConfigError: the service is one process per step, which has no verbs, or a token cannot be read.
+        ConfigError: the service is one process per step, which does not offer the verbs, or a token cannot be read.
         InfraError: Ray cannot be reached, or ranks do not start.
     """
     from roundhouse.training.service.verbs import ServiceArguments

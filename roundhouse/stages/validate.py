@@ -327,11 +327,11 @@ class DecodedText:
     Only `tokenizers` reads the files: validation needs neither torch nor transformers.
 
     Args:
-        hermes: tool calls use the Hermes format, the only one that can be read here. Otherwise, rollouts with tool
+        hermes: tool calls use the Hermes format, the only format that can be read here. Otherwise, rollouts with tool
             calls are not judged.
 
     Raises:
-        ConfigError: the directory has no tokenizer.json.
+        ConfigError: the directory does not contain a tokenizer.json.
     """
 
     def __init__(self, directory: Path, *, hermes: bool = True) -> None:
@@ -489,7 +489,7 @@ def mismatched(sequences: pa.Table, columns: pa.Table, *, policy_version: int, t
 
 def tolerance_of(config: RunConfig) -> float | None:
     """Return `validation.recompute_tolerance`, or None if engine and trainer use different distributions by design, or
-    if the rollouts are another run's, whose version numbers do not apply to these weights."""
+    if the rollouts are another run's: its version numbers do not apply to these weights."""
     sampling = config.generation.sampling
     if config.offline is not None or sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k is not None:
         return None

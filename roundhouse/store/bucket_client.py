@@ -83,7 +83,7 @@ def _reject_redirect(response: tuple[Any, dict[str, Any]] | None, **_: Any) -> N
     for the region again, without end.
 
     Raises:
-        ForeignReply: the reply redirects and has no region.
+        ForeignReply: the reply redirects without a region.
     """
     if response is not None and response[0].status_code in _REDIRECTS:
         reply, _parsed = response

@@ -309,7 +309,7 @@ class StoredModel(BaseModel):
     uri: str
     """URI of a checkpoint or of a plain model directory."""
     checkpoint: Reference | None = None
-    """Checkpoint whose digests are checked; None: a plain directory, of which only top-level files are read."""
+    """Checkpoint with digests to check; None: a plain directory, of which only top-level files are read."""
     below: str = ""
     """Such as `trainer/critic`."""
     cache: Path | None = Field(default=None, exclude=True)

@@ -212,7 +212,7 @@ def tree(root: str) -> list[str]:
     """Names of all files below, relative, sorted. Links to directories are not followed."""
 
     def raised(error: OSError) -> None:
-        # A directory that vanished during the listing is empty; one that cannot be read is an error
+        # A directory that vanished during the listing is empty; a directory that cannot be read is an error
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 

@@ -3,13 +3,13 @@
     <run>/lease/000001.json     record of the first driver, rewritten by it alone while it drives
     <run>/lease/000002.json     record of the second, which found the first gone
 
-Invariants: the driver of a run is the process whose record has the highest number, its *token*. Creating the record
+Invariants: the driver of a run is the process with the highest number in its record, its *token*. Creating the record
 claims the token and succeeds for one of several processes (a link on a disk, If-None-Match in a bucket); tokens are not
 reused. Before each commit, the driver checks that the next token is free; otherwise it stops with `LeaseLost`.
 
 No two clocks are compared. A waiting driver sees the record change (its writer lives: `RunDriven`), or measures that it
-stays unchanged and claims the next token. A returned record, or one whose process on this machine is gone, is over at
-once.
+stays unchanged and claims the next token. A record is over at once if it was returned, or if its process on this
+machine is gone.
 
 Worker processes of a driver (a training step, shards of a collection, as children or Jobs) commit nothing: their files
 have separate names and count once the driver commits them. The next driver can therefore take over a running Job.
@@ -95,7 +95,7 @@ class LeaseRecord(BaseModel):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether the driver is a process of another machine or pod, whose end is not visible from here."""
+        """Return whether the driver is a process of another machine or pod: its end is not visible from here."""
         return self.machine != _machine()
 
     def __str__(self) -> str:
@@ -301,7 +301,7 @@ def fence_of(run: Location) -> Fence | None:
 
 
 def refuse_lost(run: Location) -> None:
-    """Stop work for a run whose lease this process is known to have lost, without reading the store.
+    """Stop work for a run if this process is known to have lost its lease, without reading the store.
 
     Raises:
         LeaseLost: the text names the process that drives it now.

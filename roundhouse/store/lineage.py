@@ -56,7 +56,7 @@ class Parent(BaseModel):
 
 
 def parent_at(path: str) -> Parent:
-    """Return the run and version whose checkpoint is at this URI.
+    """Return the run and version of the checkpoint at this URI.
 
     Raises:
         ConfigError: no complete checkpoint of a run is at the URI; the text lists the existing ones.

@@ -373,7 +373,7 @@ class Location:
 
     def cut_off_writes(self, names: Iterable[str], seconds: float) -> list[str]:
         """Return the listed names that are temporary files of writes and have not changed for so long, by the store's
-        clock. Buckets have no such files."""
+        clock. Buckets do not have such files."""
         temporary = [name for name in names if disk.is_temporary(name)]
         if not temporary or not self.is_local:
             return temporary

@@ -422,7 +422,7 @@ def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]
 
     That checkpoint holds the trainer's state or is the start of training. It is found by lineage: a checkpoint names
     its train stage, which names its sequences and its input checkpoint. The train stage remains after retention deleted
-    a checkpoint in between. A skipped iteration has no sequences.
+    a checkpoint in between. A skipped iteration does not have sequences.
 
     Raises:
         StoreError: one of them is gone.
@@ -447,7 +447,7 @@ def trained_since_state(version: Reference) -> tuple[Reference, list[Reference]]
 
 
 def _training_of(deleted: Reference) -> Manifest:
-    """Return the train stage of a version whose checkpoint is gone.
+    """Return the train stage of a version with a deleted checkpoint.
 
     Raises:
         StoreError: it is gone, too.

@@ -8,8 +8,8 @@ Life cycle:
 
 Invariants: data files carry their attempt's number in the name, so attempts mix only by explicit adoption. Of two
 writers that commit, one wins and the other receives the winner's reference. A driver that lost its run's lease commits
-nothing. Reads check the committed digest. A part of an interrupted attempt has no committed digest, but page checksums
-(`read_part`).
+nothing. Reads check the committed digest. A part of an interrupted attempt lacks a committed digest, but has page
+checksums (`read_part`).
 
 A stage or checkpoint is complete exactly if its `manifest.json` exists and the digests in it hold. One writer writes
 the manifest once, last. Tasks exchange a `Reference` of a few hundred bytes: place and digest of the manifest and a few
@@ -95,7 +95,7 @@ class ModelFiles(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: str = ""
-    """Directory of the files below the manifest's, such as `a0002-1f3c9a2e`. Empty in older stores, whose files are
+    """Directory of the files below the manifest's, such as `a0002-1f3c9a2e`. Empty in older stores: their files are
     next to the manifest."""
     files: list[FileEntry]
     weights_digest: str | None = None

@@ -50,7 +50,7 @@ class Verification:
     manifests: int = 0
     files: int = 0
     size: int = 0
-    """Bytes whose digests were checked."""
+    """Bytes with checked digests."""
     unfinished: list[str] = field(default_factory=list)
     """Started stages without a manifest."""
     problems: list[StoreProblem] = field(default_factory=list)

@@ -32,7 +32,7 @@ CLOSED_HERE = ("failed", "crashed", "stopped")
 
 
 def open_pages(runs: Iterable[Run], server: str | None) -> dict[str, list[Run]]:
-    """Return the ended runs whose pages may be open, by the page's server.
+    """Return the ended runs with pages that may be open, by the page's server.
 
     Args:
         server: tracking server of the runs that do not configure one.

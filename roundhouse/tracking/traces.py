@@ -1,7 +1,7 @@
 """Rollouts as MLflow traces: agent, model calls, tool calls, verdict, with the reward as feedback.
 
 Invariant: a trace contains only recorded data. A model call has its measured seconds; only the order of tool calls is
-known, so their spans have no length, and the root has the environment's seconds. A trace's request is the policy's
+known, so their spans have length 0, and the root has the environment's seconds. A trace's request is the policy's
 input messages, its response the text of its last answer.
 
     calculator/17/0          5.1 s    AGENT        messages -> answer; task, status       feedback: reward 1.0
@@ -13,7 +13,7 @@ input messages, its response the text of its last answer.
 Checkpoints as versions of a registered model in MLflow, with a link to their training data.
 
 Invariant: a version points to the checkpoint in our store, copies nothing, and is registered once. The alias `promoted`
-is on the store's promoted version, and a version whose checkpoint was deleted is marked so.
+is on the store's promoted version, and a version with a deleted checkpoint is marked so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TraceWriter:
         self._uid = uid
 
     def write(self, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Write a trace for each rollout that has none yet in this iteration of the run.
+        """Write a trace for each rollout without one in this iteration of the run.
 
         Raises:
             MlflowException: a trace has not arrived; MLflow's own exporter only logs that.

@@ -1,4 +1,4 @@
-"""AdamW whose moments are 8-bit numbers with a scale per block (torchao; Dettmers et al., arXiv:2110.02861).
+"""AdamW with moments of 8-bit numbers and a scale per block (torchao; Dettmers et al., arXiv:2110.02861).
 
 Invariant: a block lies within a row of its parameter, so a row's numbers do not depend on the number of ranks, and a
 checkpoint holds them unchanged:

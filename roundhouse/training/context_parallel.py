@@ -8,10 +8,10 @@ row:
     norms, matrices, output layer                 positions 0 … 3     positions 4 … 7         all heads
     attention                                     heads 0, 1          heads 2, 3              all positions
 
-One all-to-all before attention and one after it change between the two. A row whose length is not a multiple of the
-ranks is padded at its end by a separate span that nothing reads. A rank keeps only its part of the row for backward, so
-sequences may be longer by the number of ranks. Parameters are sharded over all ranks, and gradients summed over all, as
-without it.
+One all-to-all before attention and one after it change between the two. A row with a length that is not a multiple of
+the ranks is padded at its end by a separate span that nothing reads. A rank keeps only its part of the row for
+backward, so sequences may be longer by the number of ranks. Parameters are sharded over all ranks, and gradients summed
+over all, as without it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def refuse_unfit_heads(model: Any, size: int, columns: int = 1) -> None:
-    """Refuse a model whose heads cannot be split over a context group of this size.
+    """Refuse a model if its heads cannot be split over a context group of this size.
 
     Args:
         model: its configuration, of transformers.

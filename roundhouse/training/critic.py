@@ -24,7 +24,7 @@ def load_critic(service: TrainService, cursor: Cursor, start: ModelSource, train
     """Load the critic of `trainer_state` into the service, or a new one on the model in `start`.
 
     Raises:
-        DataError: the cursor counts a critic's updates, but the state has no critic.
+        DataError: the cursor counts a critic's updates, but the state does not contain a critic.
     """
     saved = None if trainer_state is None else trainer_state / CRITIC_DIRECTORY
     if saved is not None and saved.is_dir():

@@ -140,8 +140,8 @@ class Scorer(torch.nn.Module):
 
 
 class Critic(Scorer):
-    """A model whose output layer is a value head (`layers.put_value_head`): its output for a token is the value before
-    it.
+    """A model with a value head as its output layer (`layers.put_value_head`): its output for a token is the value
+    before it.
 
     The head is computed in float32 for every dtype. Its values take the place of log-probabilities in `Prediction`.
     """
@@ -275,7 +275,7 @@ def chunked_log_probs(
 
 
 def check_plain_logits(scorer: Scorer) -> None:
-    """Refuse a model whose logits are not just its output layer applied to its last hidden state; all ranks take part.
+    """Refuse a model if its logits are not just its output layer applied to its last hidden state; all ranks take part.
 
     Raises:
         ConfigError: it scales or caps them, as Gemma 2 and Granite do.

@@ -7,7 +7,7 @@ checkpoint stays one of its own architecture:
     Gemma3ForConditionalGeneration      model.language_model, lm_head                      trained
                                         model.vision_tower, model.multi_modal_projector    frozen
 
-A composite model is one whose configuration has another for text (`text_config`). A text model is its own language
+The configuration of a composite model contains another for text (`text_config`). A text model is its own language
 model: nothing of it is frozen.
 """
 

@@ -1,6 +1,6 @@
 """Changes to a transformers model for training: recomputed activations, leaner norms, LoRA adapters.
 
-Invariant: no change alters a value beyond rounding. The model stays in eval mode, so layers have no randomness.
+Invariant: no change alters a value beyond rounding. The model stays in eval mode, so layers are deterministic.
 
 **Norms** (`replace_norms`) keep one tensor for backward instead of four, and take 0.4 of the time on tiny CPU policies. A
 norm is replaced only if it equals y = w · x / √(mean(x²) + ε) on random inputs, and only for float32. With r = 1/√(mean(x²) +
@@ -149,7 +149,7 @@ def restore_value_head(model: PreTrainedModel, directory: Path) -> None:
     """Load the head from the files of a saved critic; each rank loads its part.
 
     Raises:
-        DataError: the files have no head.
+        DataError: the files do not contain a head.
     """
     own = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
     parameters = {file_name(model, name): p for name, p in model.named_parameters() if id(p) in own}
@@ -181,7 +181,7 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
 
     Raises:
         ConfigError: a target matches nothing, the output layer, or fused experts.
-        DataError: the state lacks an adapter, or has one that contradicts the configuration.
+        DataError: the state lacks an adapter, or has an adapter that contradicts the configuration.
     """
     has_adapter = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
     if config is None:

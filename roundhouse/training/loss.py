@@ -74,11 +74,11 @@ def correction_weights(
         tis            w = clamp(ratio, bounds): truncated importance sampling
         icepop         w = ratio inside the bounds, else 0
         auto           as tis in sequences with a mean of abs(old − gen) above `AGREEMENT`, else 1
-        seq-mask-tis   w = ratio in sequences whose geometric mean of the ratio is inside the bounds, else 0
+        seq-mask-tis   w = ratio in sequences with a geometric mean of the ratio inside the bounds, else 0
 
     With a ratio of whole sequences (GSPO), the correction's is the geometric mean over the sequence too: a product
     grows with the length, and rounding alone would reach a bound in a long sequence. A ratio that is not finite becomes
-    0, as does every token of a sequence whose mean of exp(abs(old − gen)) is above `max_sequence_error`. A token of
+    0, as does every token of a sequence with a mean of exp(abs(old − gen)) above `max_sequence_error`. A token of
     weight 0 still counts in the loss' denominator. `sequence` [M] as in `add_mismatch`, needed when
     `settings.whole_sequences`.
     """
@@ -181,7 +181,7 @@ class LossTokens:
     """Entropy of the distribution that the token was drawn from; carries a gradient."""
     entropy_weights: torch.Tensor | None = None
     cross_entropy_weights: torch.Tensor | None = None
-    """None if the algorithm has no cross-entropy."""
+    """None for an algorithm without cross-entropy."""
     sequence: torch.Tensor | None = None
     """int64: a number for each token's sequence, any numbers; needed with `LossSettings.whole_sequences` or `tolerance`."""
     tolerance: torch.Tensor | None = None
@@ -297,7 +297,7 @@ def value_loss(
 
         ½ · max((V − R)², (old + clamp(V − old, ±clip) − R)²)          (PPO's code and TRL's PPOTrainer); ½ · (V − R)² without
 
-    A token whose prediction has moved by more than `clip` towards its return has no gradient.
+    The gradient of a token is 0 if its prediction has moved by more than `clip` towards its return.
     """
     terms = (values - returns).square()
     if clip is not None:
@@ -318,10 +318,10 @@ def reference_kl(
         k1 = −d        k2 = d²/2        k3 = exp(d) − 1 − d        (Schulman 2020), each clamped to ±10
 
     The gradient is that of the estimator's expectation under the policy: the value is multiplied by exp(cur −
-    stop(cur)), which is 1 and adds the score-function term. Without it k1 has no gradient on average and k3 has that of
-    another divergence. With `gen`, the factor is exp(cur − gen), at most `KL_WEIGHT_BOUND`: the expectation is then
-    over tokens that an older policy sampled. On an active clamp's side the gradient is zero; an active clamp of d also
-    zeroes the factor's.
+    stop(cur)), which is 1 and adds the score-function term. Without it the gradient of k1 is 0 on average and that of
+    k3 is another divergence's. With `gen`, the factor is exp(cur − gen), at most `KL_WEIGHT_BOUND`: the expectation is
+    then over tokens that an older policy sampled. On an active clamp's side the gradient is zero; an active clamp of d
+    also zeroes the factor's.
     """
     difference = ref - cur
     d = difference.clamp(-KL_INPUT_CLAMP, KL_INPUT_CLAMP)

@@ -243,7 +243,7 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
 
     Raises:
         ConfigError: packed sequences would mix in its layers, its heads, inner features or experts do not divide, or
-            transformers has no plan that splits it.
+            transformers lacks a plan that splits it.
     """
     context, tensor, _, experts = train.parallelism.values()
     without_bytes = _without_bytes(model, packed=train.packing)
@@ -342,7 +342,7 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
                 if size <= now or ranks % (size * tensor):
                     continue
                 shared = train.model_copy(update={"service": service.model_copy(update={key: size})})
-                with suppress(ConfigError):  # the policy's heads or experts do not divide, or it has no plan
+                with suppress(ConfigError):  # the policy's heads or experts do not divide, or it lacks a plan
                     if plan_memory(model, shared, ranks, tokens).total <= memory:
                         return [*settings, f"train.service.{key}={size}"]
     for count in sizes:

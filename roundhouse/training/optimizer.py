@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer"
 BLOCK = 128
 """Numbers of an 8-bit moment that share a scale: most models' rows have whole blocks."""
 _SMALLEST = 4096
-"""Smallest parameter whose moments are in blocks; smaller ones save nothing, as in bitsandbytes."""
+"""Smallest parameter with moments in blocks; smaller ones save nothing, as in bitsandbytes."""
 
 
 def learning_rate(config: OptimizerConfig, steps_before: int) -> float:

@@ -40,7 +40,7 @@ PACKED = "roundhouse_packed"
 
 
 class _Pad(torch.autograd.Function):
-    """[n, …] → [cells, …]. Padding cells have no gradient, so the backward pass gathers instead of summing."""
+    """[n, …] → [cells, …]. Padding cells do not get a gradient, so the backward pass gathers instead of summing."""
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def packed_attention(
         sinks = None if sinks is None else sinks.chunk(context.size)[context.rank]
     scores = _Scores(scaling, sliding_window, options.get("softcap"), sinks)
     sizes = [span.stop - span.start for span in spans]
-    # one split, whose backward is one concatenation; with slices, each span would fill the row with zeros
+    # one split: its backward is one concatenation; with slices, each span would fill the row with zeros
     queries, keys, values = (tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value))
     parts = []
     for span, q, k, v in zip(spans, queries, keys, values, strict=True):
@@ -234,7 +234,7 @@ def register_packed_attention() -> None:
 def try_packed_pass(model: PreTrainedModel) -> None:
     """Refuse a model without numbers in which a layer does not call the packed attention, by a pass over shapes alone.
 
-    A model whose pass needs numbers is not refused.
+    A model is not refused if its pass needs numbers.
 
     Raises:
         ConfigError: names the number of layers that do, or the option that packing does not know.

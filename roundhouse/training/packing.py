@@ -144,7 +144,7 @@ def _work(dealt: Sequence[Sequence[Sequence[int] | None]], costs: Sequence[float
 
 
 SPAN_RATIO = 0.8
-"""Sequences of a row whose lengths lie within this ratio share one attention call, padded to the longest of them. On
+"""Sequences of a row with lengths within this ratio share one attention call, padded to the longest of them. On
 the quickstart's lengths 0.8 and 0.9 were alike within the noise; 1.0 makes many small calls, and 0 pads without
 bound."""
 
@@ -155,7 +155,7 @@ and smaller, and one with a prompt before it takes a mask."""
 
 
 LARGEST_MASK = 2**26
-"""Cells of the largest mask; sequences whose tokens need a larger one do not share their prompt."""
+"""Cells of the largest mask; sequences do not share their prompt if their tokens need a larger one."""
 
 
 class FlatTokens(Protocol):
@@ -210,7 +210,7 @@ class Microbatch:
     spans: tuple[Span, ...] | None
     """They cover the packed row; None when padded."""
     predict: torch.Tensor
-    """[M] flat positions whose logits predict the trained tokens."""
+    """[M] flat positions of the logits that predict the trained tokens."""
     targets: torch.Tensor
     """[M] ids of the trained tokens."""
     source: np.ndarray

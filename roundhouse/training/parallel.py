@@ -295,7 +295,7 @@ def row_pieces(tensor: torch.Tensor, ranks: Ranks, owner: int) -> Iterator[torch
         InfraError: a rank is lost.
     """
     owns, mine = ranks.rank == owner, tensor.detach()
-    if not hasattr(mine, "to_local"):  # a DTensor, whose import takes a second that one process need not pay
+    if not hasattr(mine, "to_local"):  # a DTensor: its import takes a second that one process need not pay
         if owns:
             yield mine
         return

@@ -20,7 +20,7 @@ their outputs:
     experts                   0, 1 for tokens of both   2, 3 for tokens of both
 
 Ranks with the same experts share them by FSDP2; everything else is sharded over all ranks. transformers loads models so
-only if `ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) has no such bound.
+only if `ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) does not have this bound.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the layers' matrices over the ranks of the mesh's dimension `tp`.
 
     Raises:
-        ConfigError: transformers has no plan for the model that this module supports.
+        ConfigError: transformers lacks a plan for the model that this module supports.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -54,7 +54,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_without_plan(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers are split by more than columns and rows, such as experts.
+    """Refuse a model with layers that are split by more than columns and rows, such as experts.
 
     Raises:
         ConfigError: it is such a model.
@@ -86,7 +86,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
-    """Refuse a model without experts, or whose experts do not divide over so many ranks.
+    """Refuse a model without experts, or with experts that do not divide over so many ranks.
 
     Raises:
         ConfigError: names the mismatch and the sizes that fit.
@@ -131,7 +131,7 @@ def sum_partial_gradients(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_unfit_shape(model: Any, size: int) -> None:
-    """Refuse a model whose heads or inner features do not divide over so many ranks.
+    """Refuse a model if its heads or inner features do not divide over so many ranks.
 
     Args:
         model: its configuration, of transformers.

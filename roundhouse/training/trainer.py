@@ -2,13 +2,13 @@
 
 Invariant: the weights after a step depend only on the weights and optimizer state before it, the sequences, the
 configuration, and (seed, iteration). A run that is saved and loaded between any two steps is therefore, on CPU, bit for
-bit equal to one that was not.
+bit equal to an uninterrupted run.
 
 A step: the algorithm makes per-token columns; the log-probabilities `old` are computed once; the trained rollouts are
 shuffled by a seed derived from (seed, iteration, epoch) and cut into `updates` parts; each part is one optimizer step,
-whose gradient is summed over microbatches of at most `tokens_per_microbatch` positions. A critic, if the algorithm has
-one, computes its values first and its updates last (`critic`). An update is applied only if its loss and gradient norm
-are finite. `TrainStep` calls the verbs of a train service and holds no model and no gradient.
+with a gradient that is summed over microbatches of at most `tokens_per_microbatch` positions. A critic, if the
+algorithm has one, computes its values first and its updates last (`critic`). An update is applied only if its loss and
+gradient norm are finite. `TrainStep` calls the verbs of a train service and holds no model and no gradient.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class TrainStep:
         """One optimizer step on the sequences with these indices."""
         logger.info("iteration %d: update %d of %d", self.iteration, number + 1, len(self.batches))
         learner = self.learner
-        # Written tokens have no recorded log-probabilities to compare, so no pass precedes the first update
+        # Log-probabilities to compare are not recorded for written tokens, so no pass precedes the first update
         first = not learner.algorithm.needs_log_probs and (number == 0 or not self.sequences.sampled)
         chosen = token_positions(self.sequences, indices)
         self.updating = True

@@ -97,7 +97,7 @@ class Turn:
     turn: int
     """0, 1, … in order of the calls."""
     parent: int | None
-    """Turn whose tokens this prompt continues; None begins a new root (the first turn, or a break)."""
+    """Turn that this prompt continues; None begins a new root (the first turn, or a break)."""
     prompt_token_ids: list[int]
     """Tokens that the prompt adds to the parent's prompt and generation; the whole prompt at a root."""
     prompt_length: int
@@ -157,7 +157,7 @@ class Rollout:
     generation_seconds: float = 0.0
     environment_seconds: float = 0.0
     branched_from: str | None = None
-    """ID of the rollout whose turns it begins with; these are not trained on. None: it begins with its task."""
+    """ID of the rollout that supplied its first turns; these are not trained on. None: it begins with its task."""
 
     @property
     def rollout_id(self) -> str:
@@ -366,7 +366,7 @@ class Ledger(BaseModel):
 
 
 COUNTED = (StageKind.COLLECT, StageKind.EVALUATE, StageKind.VALIDATE)
-"""Stages whose manifest holds a ledger."""
+"""Stages with a ledger in their manifest."""
 
 
 def ledger_of(manifest: Manifest) -> Ledger:

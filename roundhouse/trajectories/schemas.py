@@ -46,7 +46,7 @@ ROLLOUTS = pa.schema(
         ("status", pa.string()),
         ("attempt", pa.int32()),
         ("seed", pa.int64()),
-        ("reward", pa.float64()),  # null exactly if the rollout has no reward
+        ("reward", pa.float64()),  # null exactly for a rollout without a reward
         ("reward_components", _NUMBERS),
         ("metrics", _NUMBERS),
         ("task", pa.string()),  # JSON: the task row
@@ -64,7 +64,7 @@ ROLLOUTS = pa.schema(
         ("seconds", pa.float64()),
         ("generation_seconds", pa.float64()),
         ("environment_seconds", pa.float64()),
-        # for a branch, the rollout whose turns it begins with; generated_tokens then counts the new turns
+        # for a branch, the rollout that supplied its first turns; generated_tokens then counts the new turns
         pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
     ]
 )

@@ -1,4 +1,4 @@
-"""Find model calls whose prompt does not begin with the tokens so far, and their cause.
+"""Find model calls with a prompt that does not begin with the tokens so far, and their cause.
 
 Invariant: every call but the first that does not continue the previous call is reported once, with the first differing
 position, the tokens on both sides, and one likely cause, read from tokens (and from text, if a tokenizer is available).
@@ -87,7 +87,7 @@ _MEANING: dict[Cause, tuple[CallStage, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenBreak:
-    """A call whose prompt does not continue the previous call."""
+    """A call with a prompt that does not continue the previous call."""
 
     turn: int
     """The call."""
@@ -114,7 +114,7 @@ class TokenBreak:
 
 
 def token_breaks(turns: Sequence[Turn], decode: Decode | None = None) -> list[TokenBreak]:
-    """Return every call but the first whose prompt does not begin with all tokens of the previous call.
+    """Return every call but the first if its prompt does not begin with all tokens of the previous call.
 
     Args:
         turns: in order, as `validation.prove_prompts` proved them.

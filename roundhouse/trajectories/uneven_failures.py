@@ -11,8 +11,8 @@ equally likely. Each feature has a test:
     turns, tokens      the same for model calls, and for generated tokens
 
 Each probability is multiplied by the number of features (Bonferroni), so that the smallest one can be read alone.
-Rollouts without a model call have no features and are omitted. The test by task counts only data failures, because an
-outage hits the rollouts of its time, which often belong to a few tasks.
+Rollouts without a model call are omitted: they do not have features. The test by task counts only data failures,
+because an outage hits the rollouts of its time, which often belong to a few tasks.
 """
 
 from __future__ import annotations

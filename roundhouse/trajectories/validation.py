@@ -62,7 +62,7 @@ class Validated:
     reasons: dict[str, int] = field(default_factory=dict)
     """Number of rollouts excluded from training, by reason."""
     text_proved: int = 0
-    """Number of rollouts whose messages were compared with their tokens."""
+    """Number of rollouts with messages that were compared with their tokens."""
     breaks: dict[str, list[TokenBreak]] = field(default_factory=dict)
     """By rollout id, whatever `on_break` made of them."""
     forks: dict[str, list[TokenBreak]] = field(default_factory=dict)
@@ -446,8 +446,8 @@ def prove_turn(turn: Turn, terms: CollectionLimits) -> None:
 def prove_measured(turns: Sequence[Turn]) -> None:
     """Prove that the log-probabilities are measurements: not one number for every token.
 
-    All exactly 0 means certainty everywhere, which has no gradient either, or an engine that did not report them. Only
-    for rollouts of at least `CERTAIN_TOKENS` generated tokens.
+    All exactly 0 means certainty everywhere, which gives a gradient of 0 too, or an engine that did not report them.
+    Only for rollouts of at least `CERTAIN_TOKENS` generated tokens.
     """
     count = sum(len(turn.generation_log_probs) for turn in turns)
     first = turns[0].generation_log_probs[0]

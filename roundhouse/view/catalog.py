@@ -294,7 +294,7 @@ class Scope:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Return the stages whose datasets concern these rollouts. A dataset has only a collection."""
+        """Return the stages with datasets about these rollouts. A dataset has only a collection."""
         if is_dataset(self.run_id):
             return ("collect",)
         return ("collect", "validate", "train") if self.stage == "collect" else ("evaluate",)
@@ -323,7 +323,7 @@ class Scope:
 
 
 PREFIX = "datasets/"
-"""Prefix of a dataset's name among the runs; run IDs have no slash."""
+"""Prefix of a dataset's name among the runs; run IDs do not contain a slash."""
 LARGEST = 2**31 - 1
 
 _MOMENT = re.compile(r"(\d{8}T\d{6}Z)-v\d+")

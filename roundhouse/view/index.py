@@ -168,7 +168,7 @@ class Index:
         return where, values
 
     def _search(self, text: str) -> str:
-        """Return the table of rollouts whose ID, task or conversation contains the text. Read once for each text."""
+        """Return the table of rollouts with the text in their ID, task or conversation. Read once for each text."""
         with self._lock:
             if (known := self._searches.get(text)) is not None:
                 self._searches.move_to_end(text)

@@ -276,7 +276,7 @@ def export_page(store: str, scope: Scope, file: Path, largest: int) -> int:
         largest: limit on rollouts; of more, the first ones are kept, whole groups in order.
 
     Raises:
-        ViewError: the iteration does not exist or has no rollouts.
+        ViewError: the iteration does not exist or is without rollouts.
     """
     page = render(exported(Answers(store), scope, largest))
     try:

@@ -62,7 +62,7 @@ class AdapterTransport(WeightTransport):
             start = run.checkpoint(0).reference()
             names = read_manifest(checkpoint.reference).model_files.by_name()
             adapter = next((name for name in names if name.endswith(f"/{ADAPTER_FILE}")), None)
-            # The starting policy has no adapter, and the base of a fork is its parent's.
+            # The starting policy lacks an adapter, and the base of a fork is its parent's.
             if start is not None and run.parent is None and adapter is not None:
                 place = model_location(Location(checkpoint.reference.uri)) / adapter.removesuffix(f"/{ADAPTER_FILE}")
                 source = AdapterSource(dtype=checkpoint.dtype, base=start.uri, uri=place.uri)

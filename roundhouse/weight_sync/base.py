@@ -1,7 +1,7 @@
 """Weight transports: how new weights get from a checkpoint into the engine's replicas.
 
 Invariant: with every transport, a replica loads weights with the published digest. The checkpoint is authoritative and
-a transport is a shortcut to the same tensors. If it is unavailable (a new replica has no base, shared memory is on
+a transport is a shortcut to the same tensors. If it is unavailable (a new replica lacks a base, shared memory is on
 another node, a delta was deleted or is damaged), the replica reads the checkpoint, and its note has the reason.
 
     process that refits   publish(checkpoint, replicas) -> digest and WeightSource     as long as replicas take it
@@ -247,7 +247,7 @@ class DirectTransport(WeightTransport):
 def transport_class(kind: str) -> type[WeightTransport]:
     """Return the class of a transport: `kind` is the name of a plug-in, or `module:Class`.
 
-    A file is refused: the name reaches the engine in the desired state, whose sender must not be able to execute a
+    A file is refused: the name reaches the engine in the desired state, and its sender must not be able to execute a
     file.
 
     Raises:

@@ -75,7 +75,7 @@ class NodeCache:
                         try:
                             partial.rename(final)
                         except OSError:
-                            if not final.is_dir():  # else a machine whose lock is not visible here was faster
+                            if not final.is_dir():  # else a machine with a lock that is not visible here was faster
                                 raise
                     finally:
                         shutil.rmtree(partial, ignore_errors=True)
@@ -138,7 +138,7 @@ class NodeCache:
                 os.close(lock)
 
     def _clear_dead(self, key: str) -> tuple[int, int]:
-        """Delete incomplete remains of an entry whose lock this process holds, and return how many existed and how many
+        """Delete incomplete remains of an entry that this process has locked, and return how many existed and how many
         were deleted. Another machine's lock may not be visible here, so its remains must be old, too."""
         remains = list(self.directory.glob(f".{key}.partial-*"))
         dead = [left for left in remains if left.match(self._partial(key, "*").name) or _is_old(left)]

@@ -221,7 +221,7 @@ class TransferTransport(DirectTransport):
 
 
 class NoSeat(InfraError):
-    """The meeting cannot be reached, or has no seat for this replica; its engine was not touched."""
+    """The meeting cannot be reached, or does not have a seat for this replica; its engine was not touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Sender:
         tensors: yields them, once for each group; closed early if a group is lost.
 
     Raises:
-        ConfigError: it must send from a GPU, and this process has none.
+        ConfigError: it must send from a GPU, and this process lacks one.
     """
 
     def __init__(

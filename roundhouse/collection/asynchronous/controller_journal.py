@@ -5,7 +5,7 @@
 
 Invariants: a segment is created once and never changed, so if two controllers of a run write, one wins and the other
 gets an error. A state equals the replay of its segments. Appended events survive a crash. A segment is deleted some
-time after two newer states exist, so long runs have no more segments than short ones; a deleted segment is never
+time after two newer states exist, so the number of segments does not grow with the run; a deleted segment is never
 written again.
 
 `resume` restores a run's controller from the journal and corrects it by the store: its version is that of the newest

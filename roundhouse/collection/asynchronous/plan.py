@@ -33,7 +33,7 @@ from roundhouse.store.stage import Stage, StageKind
 from roundhouse.trajectories.records import Rollout
 
 KEPT = 16
-"""Number of rounds whose plans are cached."""
+"""Number of rounds with cached plans."""
 
 
 def bound_of(run: Run) -> StalenessBound:

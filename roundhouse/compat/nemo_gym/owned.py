@@ -90,7 +90,7 @@ def _refuse(config: NemoGymEnvironment, resolution: Resolution) -> None:
 def resolved_for_pods(
     config: NemoGymEnvironment, infra: KubernetesInfra, engine_url: str
 ) -> tuple[Resolution, list[Command]]:
-    """Resolve the configuration with the ports and programs of servers in pods, whose addresses are still open.
+    """Resolve the configuration with the ports and programs of servers in pods; their addresses are still open.
 
     Raises:
         ConfigError: with all problems, including features that work in processes alone.

@@ -18,7 +18,7 @@ MODULES = frozenset(
         "models.generation.interfaces", "models.generation.vllm",
     )
 )  # fmt: skip
-"""Modules of NeMo RL under whose names programs find what is here."""
+"""Modules of NeMo RL: programs import this package's names from them."""
 _GENERATION, _ROLLOUTS = "roundhouse.compat.nemo_rl.generation", "roundhouse.compat.nemo_rl.gym_rollouts"
 _NAMES = {
     **dict.fromkeys(

@@ -26,7 +26,7 @@ from roundhouse.compat.foreign_keys import (
 
 _LOGGERS = ("mlflow", "wandb", "tensorboard")
 UNBOUNDED = 1e9
-"""Bound of an importance weight, or of an advantage, that has none in NeMo RL."""
+"""Bound of an importance weight, or of an advantage, that NeMo RL does not bound."""
 _ENVIRONMENT = (
     "Name the environment and its task rows in the section environment (docs/environments.md): kind worker plays the rows of a "
     "file with your worker and evaluator."

@@ -51,7 +51,7 @@ def configure_generation_config(config: GenerationConfig, tokenizer: Any, is_eva
     """Return the configuration with the tokenizer's padding and end-of-turn tokens.
 
     Raises:
-        ConfigError: lists the keys without a counterpart, or the tokenizer has no end-of-turn token.
+        ConfigError: lists the keys without a counterpart, or the tokenizer does not define an end-of-turn token.
     """
     tokenized = complete(_engine_config(config), tokenizer)
     tokens = {"_pad_token_id": tokenized.pad_token_id, "stop_token_ids": sorted(tokenized.stop_token_ids)}

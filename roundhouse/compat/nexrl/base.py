@@ -29,7 +29,7 @@ outcome:
 Evaluators compute a reward from a data item and the agent's answer.
 
 Invariants: a reward is in [0, 1] and every metric is a finite number, or the result is refused. If an evaluator raises,
-the rollout fails and has no reward.
+the rollout fails without a reward.
 
     class Exact(Evaluator):
         def evaluate(self, data, target):
@@ -316,7 +316,7 @@ class BaseRolloutWorker(NexRLModule):
     """The default evaluator of the class; environment.evaluator overrides it."""
     restoration: ClassVar[Literal["none", "replay"]] = "none"
     """`replay`: after an interruption the worker plays from the start, and the record answers its finished model calls.
-    For workers that make one call after another, and whose other work (tools, services) may run twice."""
+    For workers that make one call after another and may repeat their other work (tools, services)."""
 
     calls_user_code: ClassVar[bool] = False
     """The class calls code of the user's also without a subclass, such as tools that a file names."""

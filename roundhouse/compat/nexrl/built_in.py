@@ -190,8 +190,8 @@ def record_calls(spans: Iterable[Span], llm: LlmClient) -> None:
     """Record all model calls of a trace.
 
     Raises:
-        NoTrajectory: the trace has none.
-        WorkerFailed: a call has no tokens.
+        NoTrajectory: the trace does not contain one.
+        WorkerFailed: the tokens of a call are missing.
     """
     calls = list(llm_calls(spans))
     if not calls:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from roundhouse.compat.nexrl.base import BaseRolloutWorker, Evaluator, LlmClient
 
 PAUSE_SECONDS = 0.05
-"""Pause of a user's loop that has no task, or that waits for an exchange of weights, before it asks again."""
+"""Pause of a user's loop before it asks again, without a task or during an exchange of weights."""
 
 
 class ParameterMapping(dict[str, Any]):
@@ -128,7 +128,7 @@ class LLMServiceClient:
 
         Raises:
             InfraError: the server failed `max_retries` + 1 times.
-            ConfigError: the server refused the request, or has no address.
+            ConfigError: the server refused the request, or its address is missing.
         """
         choice = self._post("completions", {"prompt": prompt, **asked})
         answer = {"response": choice.get("text") or "", "finish_reason": choice.get("finish_reason")}
@@ -208,7 +208,7 @@ class WorkerThread:
             self._thread.join()
 
     def next_task(self) -> dict[str, Any] | None:
-        """Return an item of this mode's loader; None, after a pause, if it has none now."""
+        """Return an item of this mode's loader; None, after a pause, if it is empty now."""
         worker = self._worker
         loader = worker.validate_dataloader if worker.is_validate else worker.dataloader
         item: dict[str, Any] | None = execute(loader.get_next_item) if execute(loader.can_return_item) else None

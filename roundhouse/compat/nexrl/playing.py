@@ -72,7 +72,7 @@ async def play_worker(
     """Play a task by a new worker.
 
     Raises:
-        InfraError, DataError: the worker has no trajectory.
+        InfraError, DataError: the worker did not produce a trajectory.
     """
     worker.set_module_references(
         trajectory_pool=None,

@@ -209,7 +209,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def find_latest_checkpoint(folder: str | Path | None) -> Path | None:
-    """Return the directory `global_step_<step>` with the highest step; None if the folder has none."""
+    """Return the directory `global_step_<step>` with the highest step; None if the folder does not contain one."""
     if folder is None or not Path(folder).is_dir():
         return None
     steps = {step: each for each in Path(folder).iterdir() if (step := step_of(each)) is not None and each.is_dir()}
@@ -229,7 +229,7 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_mock(tree: dict[str, Any]) -> bool:
-    """Return whether the train service is `mock`, and take this out: a run has no such service."""
+    """Return whether the train service is `mock`, and remove it: a run does not use it."""
     service = (tree.get("service") or {}).get("train_service") or {}
     if service.get("backend") != "mock":
         return False

@@ -5,8 +5,8 @@ Invariants
 - Effects of a command belong to the command: a time limit, an output limit, a full disk or too many processes are parts
   of its
   `CommandResult`, which the policy sees. Only a sandbox that cannot start, or is lost, is an infrastructure failure
-  (`SandboxUnavailable`, `SandboxKilled`, `SandboxOverloaded`): the rollout has no reward and is retried.
-- A command has no network, unless a container's configuration permits it, and writes only inside the sandbox.
+  (`SandboxUnavailable`, `SandboxKilled`, `SandboxOverloaded`): the rollout does not get a reward and is retried.
+- A command cannot use the network, unless a container's configuration permits it, and writes only inside the sandbox.
 
     sandbox = new_sandbox(LocalSandbox())
     await sandbox.start()
@@ -118,7 +118,7 @@ class Sandbox(Protocol):
 
 
 class ExecutedSandbox(ABC):
-    """A sandbox whose files are accessed by programs that run in it: `sh` and `tar`. One program runs at a time."""
+    """A sandbox that accesses its files by programs that run in it: `sh` and `tar`. One program runs at a time."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self.limits = limits

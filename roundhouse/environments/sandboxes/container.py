@@ -1,13 +1,11 @@
 """A sandbox that is a container of Docker or Podman.
 
 Invariants
-- The container has no capability, gains no privilege, is not root, and has no network unless `network` permits it. Its
-  working
-  directory and /tmp are in memory and count as its memory.
+- The container runs without capabilities, gains no privilege, is not root, and cannot use a network unless `network`
+  permits it. Its working directory and /tmp are in memory and count as its memory.
 - When a command ends, all its processes are killed, as in a local sandbox.
 - A container ends by itself: its first process counts down the lifetime, and `--rm` removes it. The first sandbox of
-  each later
-  process removes those whose owner is gone or whose deadline has passed.
+  each later process removes those with a dead owner or an expired deadline.
 
 A failure of the command line program (the daemon is down, the container is gone) is the infrastructure's, never the
 policy's.

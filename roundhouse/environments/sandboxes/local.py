@@ -104,7 +104,7 @@ class LocalProcess(ExecutedSandbox):
 
 
 class MemoryWatch:
-    """End the commands of a sandbox whose processes together exceed the sandbox's memory."""
+    """End the commands of a sandbox if its processes together exceed its memory."""
 
     def __init__(self, sandbox: int, memory_mib: int) -> None:
         """`sandbox` is the process that stands for the sandbox; its one child starts the commands."""

@@ -6,7 +6,7 @@ Invariants
   run nothing.
 - A command sees read-only programs (/usr, the interpreter), its working directory and /tmp (memory, of limited size),
   and no
-  other process, network, device, or file of the machine. It has no capability and cannot get one.
+  other process, network, device, or file of the machine. It lacks all capabilities and cannot get one.
 - When a command ends, or reaches a limit, all its processes are killed: between two commands the sandbox is its files.
 - The sandbox ends with its first process: when stdin is closed (its owner is gone) or its lifetime is over.
 

@@ -210,7 +210,7 @@ def _seconds_to(url: str) -> float | None:
 
 
 def _agent(environment: AgentEnvironment) -> list[Finding]:
-    """Check the agent server, looked up if its URL is not given, and the model server whose records are read."""
+    """Check the agent server, looked up if its URL is not given, and the model server that supplies the records."""
     findings = []
     if environment.url is None:
         try:

@@ -77,7 +77,7 @@ class Failed:
 
     error: RoundhouseError
     pod: str | None = None
-    """The pod that failed first, whose last lines have the details."""
+    """The pod that failed first; its last lines have the details."""
     by_exit_code: bool = False
     """The process ended by itself, so that it may have left its own message."""
 
@@ -133,7 +133,7 @@ def _ended_well(pod: Status) -> bool:
 
 
 def _cause(pod: Status, keys: PodKeys) -> tuple[_Rank, str, Failed] | None:
-    """Return the cause of a pod's failure, with its rank among its peers; None for one that did not fail."""
+    """Return the cause of a pod's failure, with its rank among its peers; None for a pod that did not fail."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     ends = [
         state
@@ -242,7 +242,7 @@ class JobDeadlines:
 
     Invariant: every wait ends: for a queue, for nodes, for a container's start, for the Job itself, each by a
     configuration key that the error names. Time in the queue and time at work are counted separately: a queue may
-    suspend a running Job again, whose deadline Kubernetes restarts on resumption.
+    suspend a running Job again, and Kubernetes restarts its deadline on resumption.
     """
 
     def __init__(self, plan: StageJob) -> None:

@@ -6,7 +6,7 @@ One pod runs a step itself, or torchrun over its own processes. Several pods are
 point, which the others find by its host name under the run's headless Service. Resident ranks are the same pods, which
 stay.
 
-A shard is one pod, whose failure ends the Job: the launcher's caller counts the loss and decides about another try,
+A shard is one pod. Its failure ends the Job: the launcher's caller counts the loss and decides about another try,
 which resumes from stored rollouts. A gym server is one pod too; after its end, another Job follows under the same
 Service.
 """
@@ -372,7 +372,7 @@ class GymJob(StageJob):
         # The node of an engine, else its zone: preferred, so that a full node keeps no server waiting.
         labels = {"app.kubernetes.io/component": "engine"}
         if self.infra.engine is not None:
-            labels["ray.io/node-type"] = "worker"  # the head of the Ray cluster has no replica
+            labels["ray.io/node-type"] = "worker"  # the head of the Ray cluster does not run a replica
         preferred = [
             {"weight": weight, "podAffinityTerm": {"topologyKey": key, "labelSelector": {"matchLabels": labels}}}
             for key, weight in {"kubernetes.io/hostname": 60, "topology.kubernetes.io/zone": 90}.items()

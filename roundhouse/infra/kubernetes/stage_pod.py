@@ -1,7 +1,7 @@
 """Common parts of the Jobs of all stages: pure.
 
 Invariant: the pods satisfy Pod Security `restricted`, hold no token of the cluster, and write only to their scratch
-volumes and the store; they belong to the run's ConfigMap, whose deletion ends them. An error about a pod names
+volumes and the store; they belong to the run's ConfigMap, and its deletion ends them. An error about a pod names
 configuration keys of its section (`PodKeys`), never another stage's.
 """
 

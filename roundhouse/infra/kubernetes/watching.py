@@ -293,7 +293,7 @@ class PodLog:
                 if over:  # the container had ended before this connection began: it gave all there is
                     return
             except ApiRefused as refused:
-                # 400 and 404 may pass: a container that has just started has no log for a moment
+                # 400 and 404 may pass: the log of a container that has just started is missing for a moment
                 if refused.status == 403 or (over and refused.status in (400, 404)):
                     logger.warning("%s cannot be read: %s", self._path, refused.message)
                     return

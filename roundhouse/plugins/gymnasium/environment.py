@@ -1,7 +1,7 @@
 """The environment: an episode is one environment of gymnasium, from its reset with a seed to `terminated` or `truncated`.
 
 Invariant: the return of an episode is the sum of the rewards that the environment gives. A reply without a valid action is
-answered with the problem, and is no step.
+answered with the problem, and is not a step.
 
     Text                            the reply
     Discrete                        the last name of `actions` in the reply, or the last number
@@ -19,7 +19,7 @@ from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, T
 from roundhouse.errors import ConfigError
 
 VERSION = "1."
-"""Versions whose interface this module uses."""
+"""Versions with the interface that this module uses."""
 
 
 class Gymnasium(GymnasiumEnvironment):

@@ -17,7 +17,7 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.plugins.reasoning_gym.section import ReasoningGymPart
 
 VERSION = "0.1."
-"""Versions whose interface this module uses."""
+"""Versions with the interface that this module uses."""
 BY_HASH = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Data sets that iterate over sets of text, in an order that differs between processes."""
 

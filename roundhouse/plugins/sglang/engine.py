@@ -120,7 +120,7 @@ class SGLangEngine(OpenAIEngine):
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
         with reading(self._endpoint.url, GENERATE):
             meta = await self._meta({"input_ids": ids, "sampling_params": sampling, "logprob_start_len": 0})
-            scored = (meta.get("input_token_logprobs") or [])[1:]  # the first has nothing before it
+            scored = (meta.get("input_token_logprobs") or [])[1:]  # the first token is not predicted
             if [entry[1] for entry in scored] != ids[1:]:
                 raise BadReply(f"It returned {len(scored)} log-probabilities of a prompt of {len(ids)} tokens.")
             values = [entry[0] for entry in scored]

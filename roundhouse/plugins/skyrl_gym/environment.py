@@ -20,7 +20,7 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.imports import load_class
 
 VERSION = "0.4."
-"""Versions whose interface this module uses."""
+"""Versions with the interface that this module uses."""
 
 
 class SkyRLGym(GymnasiumEnvironment):

@@ -23,7 +23,7 @@ from roundhouse.errors import ConfigError, DataError
 from roundhouse.imports import load_function
 
 VERSION = "0.7."
-"""Versions whose interface this module uses."""
+"""Versions with the interface that this module uses."""
 PROMPT = "You play a game. Answer with your next move in square brackets, as its rules show."
 Opponent = Callable[[str, random.Random], str]
 
@@ -173,7 +173,7 @@ def _package() -> Any:
 
 
 def _made(arena: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Make a game without the wrappers that repeat earlier messages; those that read a move stay."""
+    """Make a game without the wrappers that repeat earlier messages; the wrappers that read a move stay."""
     registry = arena.envs.registration.ENV_REGISTRY
     if f"{name}-raw" not in registry:
         import difflib

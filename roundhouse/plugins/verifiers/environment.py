@@ -124,7 +124,7 @@ class VerifiersAgent:
     """Has an episode played and takes over its reward.
 
     A slot is a base URL with its key. It is used again after an episode that ended, because verifiers keeps an HTTP client for
-    each base URL; not after one that was cancelled, of which a late call may follow.
+    each base URL; not after a cancelled episode, because a late call may follow.
     """
 
     def __init__(self, client: VerifiersClient) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.4."
-"""Versions whose interface this module uses."""
+"""Versions with the interface that this module uses."""
 FINAL_ERRORS = ("TaskError", "EnvError", "ProviderError")
 """Errors of verifiers that another attempt would meet again."""
 

@@ -14,8 +14,8 @@ token loss (`LossSettings`). The trainer minimises, over all tokens with a non-z
     scale · ( policy_weight · policy_loss(advantage) + cross_entropy_weight · (−cur)
               + reference_kl_weight · KL − entropy_weight · entropy )
 
-with a `scale` that makes it a mean (`loss.sequence_scale`). A token whose weights are all zero is not trained on and
-counts in no denominator; a sequence of such tokens is not computed.
+with a `scale` that makes it a mean (`loss.sequence_scale`). A token with weights that are all zero is not trained on
+and counts in no denominator; a sequence of such tokens is not computed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class GroupRelative(PolicyGradientAlgorithm):
     """GRPO's advantage and its variants: a rollout's reward relative to the rollouts of the same task.
 
     Invariant: within a group the rollouts' advantages sum to zero (with branches, including the rollout that they
-    left). A group with equal rewards has no weight: it is not trained on (no policy, KL or entropy term) and counts in
+    left). A group with equal rewards has weight 0: it is not trained on (no policy, KL or entropy term) and counts in
     no denominator. With reward r, group mean m, sample standard deviation s and size n:
 
         A = r − m                                    DeepSeekMath, arXiv 2402.03300

@@ -1,9 +1,9 @@
 """Common part of all policy gradients: from rewards to columns, with hooks for the advantage and the trainable
 sequences.
 
-Invariant: an untrainable sequence, or one masked as truncated, has no weight in any term; for the others, the advantage
-applies to generated tokens only. A group has spread if its rewards differ both as given by the environment and after
-shaping, so neither a penalty nor KL noise alone trains.
+Invariant: an untrainable sequence, or one masked as truncated, has weight 0 in every term; for the others, the
+advantage applies to generated tokens only. A group has spread if its rewards differ both as given by the environment
+and after shaping, so neither a penalty nor KL noise alone trains.
 
     class SignOnly(PolicyGradientAlgorithm):
         '''+1 above the group's mean, −1 below.'''
@@ -173,7 +173,7 @@ def overlong_penalties(generated_tokens: np.ndarray, shaping: OverlongShaping, p
     """[S] penalties: 0 up to `limit - buffer` tokens, then linear, and `-penalty` from the limit on.
 
     DAPO (arXiv 2503.14476), equation 13. The length is the whole rollout's, not that of its first answer, and the
-    penalty has a floor: a rollout twice as long as the limit is no worse than one at it.
+    penalty has a floor: a rollout twice as long as the limit is not worse than one at it.
     """
     beyond = generated_tokens - (shaping.max_generated_tokens - shaping.buffer_tokens)
     return -np.clip(beyond / shaping.buffer_tokens, 0.0, 1.0) * penalty

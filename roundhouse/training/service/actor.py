@@ -65,7 +65,7 @@ class RayTrainService(ChannelService):
     """The verbs of `verbs.TrainService` on an actor that lives as long as this object is open.
 
     Args:
-        placement_group: ID of the group whose last bundle holds the actor; None: anywhere.
+        placement_group: ID of the group that holds the actor in its last bundle; None: anywhere.
         open_engine: a function of a module, as for `ServedTrainEngine`, that makes the actor's engine.
 
     Raises:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 PAUSES = Backoff(0.2, longest=10.0)
 _UNANSWERED = {502, 503, 504}
-"""Status codes of a proxy whose server does not answer."""
+"""Status codes of a proxy without an answer from its server."""
 
 
 class RemoteTrainService(ChannelService):

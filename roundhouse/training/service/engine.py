@@ -1,8 +1,8 @@
 """The train service in this process: a model, AdamW, and the verbs on them.
 
-Invariant: a verb that raises, or whose loss or gradient norm is not finite, leaves no gradient and changes no weight.
-The weights after a verb depend on the weights, the optimizer's state and the request alone. A saved optimizer state
-continues bit for bit.
+Invariant: a verb that raises, or has a loss or gradient norm that is not finite, leaves no gradient and changes no
+weight. The weights after a verb depend on the weights, the optimizer's state and the request alone. A saved optimizer
+state continues bit for bit.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class StoreCheckpoint(_Body):
 class BeginTransfer(_Body):
     offer: TransferOffer
     digest: str
-    """Digest of the checkpoint whose weights are required."""
+    """Digest of the checkpoint with the required weights."""
 
 
 class SavedCursor(RootModel[Cursor | None]):

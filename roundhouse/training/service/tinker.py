@@ -7,7 +7,7 @@ to weights that Tinker keeps, with the cursor next to it:
     tinker.json           {"base_model": …, "weights": "tinker://…/weights/iteration-000012"}       a checkpoint
     trainer/state.json    the cursor
 
-There is no Hugging Face directory, so vLLM cannot serve such a checkpoint from here; Tinker samples from it
+A Hugging Face directory is not written, so vLLM cannot serve such a checkpoint from here; Tinker samples from it
 (`generation.backend: tinker`). Another provider
 that speaks the same REST API is reached by `base_url` and its credentials.
 
@@ -86,7 +86,7 @@ def translate(batch: LossBatch, old_logprobs: np.ndarray) -> TinkerLoss:
     """The batch as one of Tinker's losses; `old_logprobs` [T] are `batch.old_logprobs`, or those just computed in their place.
 
     Raises:
-        ConfigError: the loss has a part that Tinker's API has no function for.
+        ConfigError: Tinker's API cannot compute a part of the loss.
         DataError: a weight is negative.
     """
     columns = batch.columns

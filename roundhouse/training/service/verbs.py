@@ -49,7 +49,7 @@ class Role(StrEnum):
 
     @property
     def learns(self) -> bool:
-        """Return whether it has an optimizer, whose state is saved."""
+        """Return whether it has an optimizer; the optimizer's state is saved."""
         return self is not Role.REFERENCE
 
 
@@ -61,7 +61,7 @@ class ServiceArguments:
     """Owner of the training session; a service that several runs share distinguishes them by it."""
     temperature: float = 1.0
     placement_group: str | None = None
-    """Ray ID of the group whose last bundle holds the trainer."""
+    """Ray ID of the group that holds the trainer in its last bundle."""
     run_and_iteration: tuple[Run, int] | None = None
     """For trainers that a launcher starts."""
     apart: bool = False
@@ -77,7 +77,7 @@ class TokenBatch:
     token_ids: np.ndarray
     """[T] int32."""
     predicted: np.ndarray
-    """[T] bool: the tokens whose log-probability, or preceding value, is requested."""
+    """[T] bool: the tokens with a requested log-probability or preceding value."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

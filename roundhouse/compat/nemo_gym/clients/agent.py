@@ -165,7 +165,7 @@ class RemoteAgentClient(ClientWithRows):
         return json_object(text, where, BadAgentAnswer)
 
     async def captured_calls(self, rollout_name: str) -> dict[str, Any]:
-        """Return the model server's record of a rollout and delete it there; empty if it has none.
+        """Return the model server's record of a rollout and delete it there; empty if the record is missing.
 
         Raises:
             InfraError: the model server cannot be reached.

@@ -193,12 +193,12 @@ async def look_up_all(head: Connection, token: str | None = None) -> dict[str, s
 
 
 async def look_up_verifiers(head: Connection, *, every: str, token: str | None = None) -> dict[str, str]:
-    """Return base URLs of the resources servers that judge, by the name of the agent; if the configuration has no
+    """Return base URLs of the resources servers that judge, by the name of the agent; for a configuration without
     agents, that of its one resources server under `every`.
 
     Raises:
         InfraError: as `look_up`.
-        UnknownAgent: the configuration has no agents and several resources servers.
+        UnknownAgent: the configuration has several resources servers, but does not name agents.
     """
     tree = await _configuration(head, token)
     servers = dict(_servers(tree, RESOURCES))
@@ -223,7 +223,7 @@ def server_url(tree: Any, agent: str, head_url: str) -> str:
     environment server in front of it, unless this is a relay (`legacy_agent`) or one of several.
 
     Raises:
-        UnknownAgent: it is missing, or has no host and port.
+        UnknownAgent: it, its host or its port is missing.
     """
     known = dict(_servers(tree, AGENTS))
     if agent not in known:

@@ -197,7 +197,7 @@ def read_chat(reply: dict[str, Any], latency: float) -> Completion:
 
 
 def read_responses(reply: dict[str, Any], latency: float) -> Completion:
-    """Read a Responses object whose output is one reply of the policy.
+    """Read a Responses object with one reply of the policy as its output.
 
     Raises:
         ContextOverflow: as above.

@@ -141,7 +141,7 @@ class AlmostServer:
 
 
 def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[AlmostServer]]:
-    """Return the servers of a tree whose interpolations are filled as far as possible."""
+    """Return the servers of a tree; fill its interpolations as far as possible."""
     instances: list[Instance] = []
     almost: list[AlmostServer] = []
     for name, entry in tree.items():

@@ -15,7 +15,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 TRIED_VERSIONS = ("0.5.1", "0.6.0", "0.7.0")
-"""Releases whose servers, collector and files were tried with Roundhouse."""
+"""Releases that were tried with Roundhouse: their servers, collector and files."""
 
 
 @dataclass(frozen=True, slots=True)

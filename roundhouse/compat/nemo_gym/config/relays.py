@@ -1,7 +1,7 @@
 """Environment servers that forward to one agent: `environment_servers: legacy_agent`.
 
 Invariant: each agent has an environment server, because NeMo Gym's collector (from 0.7) posts a row to the environment
-server of its agent. A relay has no process: its host and port refer to its agent's, so they are equal wherever the
+server of its agent. A relay is not a process: its host and port refer to its agent's, so they are equal wherever the
 agent is placed, and a row reaches the agent without another hop.
 
     weather_environment_server:

@@ -201,7 +201,7 @@ def parse_override(text: str) -> Override:
     """Parse a command-line override.
 
     Raises:
-        ConfigError: it has none of the four forms, or its value cannot be read.
+        ConfigError: it does not have one of the four forms, or its value cannot be read.
     """
     action: Action = "change"
     rest = text.strip()

@@ -1,8 +1,8 @@
 """A collection: materialized inputs in, rollouts and failures out, each written as it finishes.
 
 Invariants: every row that ran is on one line: of the rollouts file if it was judged, otherwise of the failures sidecar.
-A row that never reached its agent, or whose agent answers `_ng_no_persist`, has no line, so that a resume runs it
-again. A failed row ends nothing. After an interruption at any moment, the files are fit for `resume`.
+A row is omitted if it never reached its agent, or if its agent answers `_ng_no_persist`: a resume runs it again. A
+failed row ends nothing. After an interruption at any moment, the files are fit for `resume`.
 
 Without resume the files of an earlier collection are replaced, its sidecar too: attempts belong to one collection.
 """
@@ -62,7 +62,7 @@ class Summary:
     reasons: dict[str, str] = field(default_factory=dict)
     """The first reason in words, by failure class."""
     not_run: int = 0
-    """Rows that reached no agent, or whose agent asked not to keep them."""
+    """Rows that reached no agent, or that their agent asked not to keep."""
     outage: str = ""
     """Why rows reached no agent."""
     rewarded: int = 0
@@ -129,7 +129,7 @@ def resume(files: CollectionFiles) -> Remaining:
     """Return the rows that an earlier collection left to run. It reads the materialized inputs, not the task file.
 
     Raises:
-        DataError: the materialized inputs cannot be read, or a row has no indexes.
+        DataError: the materialized inputs cannot be read, or the indexes of a row are missing.
     """
     wanted = []
     for number, row in iter_rows(files.materialized_inputs):

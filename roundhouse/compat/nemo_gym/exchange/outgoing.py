@@ -11,8 +11,8 @@ Assign the items of a rollout to its model calls; pure functions.
 
 Invariant: a call's token fields are on the last item of its output and cover all of it. Items carry no call number, so
 the calls are separated by the form of an engine's reply (reasoning, then text, then tool calls) and by the items
-between two replies (a tool's output, a user's message). If this finds fewer replies than calls, the remaining calls
-have no item.
+between two replies (a tool's output, a user's message). If this finds fewer replies than calls, it assigns nothing to
+the remaining calls.
 
     message · function_call · function_call_output · message,  2 calls  ->  items 1 and 3
 
@@ -46,7 +46,7 @@ ATTEMPT = "_ng_attempt_index"
 _ELSEWHERE = {"task", "status", "failure_kind", "reward", "reward_components", "metrics", "items", "turns"}
 _ON_ITEMS = {"turn", "prompt_token_ids", "generation_token_ids", "generation_log_probs"}
 SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in _ELSEWHERE)
-"""Fields of a record that `_roundhouse` holds unchanged: all that have no other place."""
+"""Fields of a record that `_roundhouse` holds unchanged: all that are not stored elsewhere."""
 TURN_SCALARS = tuple(field.name for field in fields(Turn) if field.name not in _ON_ITEMS)
 """The same of a turn."""
 
@@ -58,9 +58,10 @@ class Address:
     task_index: int
     rollout_index: int
     agent: str
-    """Instance name for rows whose task names no agent."""
+    """Instance name for the rows of tasks without an agent."""
     after: int = 0
-    """Number of rollouts with a reward before this one, which has none: two files do not keep their common order."""
+    """Number of rewarded rollouts before this unrewarded rollout: two files do not keep their common
+    order."""
 
 
 def addresses(rollouts: Sequence[Rollout], agent: str | None = None) -> list[Address]:
@@ -88,7 +89,7 @@ def result_row(rollout: Rollout, address: Address, reply: Row | None = None) -> 
     """Return the row of a rollout: for the rollouts file if it has a reward, otherwise for the failures sidecar.
 
     Args:
-        reply: the verifier's answer, whose further fields stay at the top of the row.
+        reply: the verifier's answer; its further fields stay at the top of the row.
     """
     given = len(input_items(rollout.task))
     derived = rollout.items[:given] == input_items(rollout.task)
@@ -215,7 +216,7 @@ _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
 def input_items(task: dict[str, Any]) -> list[Item]:
-    """Return the first conversation of a task row as items; empty if it has none."""
+    """Return the first conversation of a task row as items; empty for a row without one."""
     params = task.get("responses_create_params")
     given = params.get("input") if isinstance(params, dict) else None
     if isinstance(given, str):

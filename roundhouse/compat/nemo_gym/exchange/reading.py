@@ -2,8 +2,8 @@
 
 Invariants: each (task, rollout) makes one record: from its row in the rollouts file, otherwise from its newest failure.
 An export returns every line unchanged: from the record alone if that is proved at import, from record and remnant, or
-from the stored line. A dataset of Roundhouse has no stored lines, nor has one whose import proved that the export's
-rule gives the same lines.
+from the stored line. Lines are not stored for a dataset of Roundhouse, nor if the import proved that the export's rule
+gives the same lines.
 
 Stored lines have one row per line of a file: the file, the line's number, its rollout (none for an attempt that a later
 one replaced), and the data without a place in the record.
@@ -202,7 +202,8 @@ class _Indexes:
         """Return the key of the row on a line of a file.
 
         Raises:
-            DataError: an index is not an integer from 0, or the row has one that the rows before it lack.
+            DataError: an index is not an integer from 0, or the row has an index that is missing from the rows before
+                it.
         """
         place = f"{file}, line {number}"
         task, rollout = (self._own(name, row, place) for name in (TASK, ROLLOUT))
@@ -381,7 +382,7 @@ def export_rollouts(
     """Write a complete collect or evaluate stage to `<directory>/<stem>*.jsonl` and its aggregate metrics.
 
     Args:
-        agent: instance name for `agent_ref` if a task has none; by default the rollout's environment.
+        agent: instance name for the `agent_ref` of tasks without one; by default the rollout's environment.
     """
     rollouts = rollouts_from_tables(read_table(reference, "rollouts"), read_table(reference, "turns"))
     originals: list[Original] = []

@@ -1,7 +1,7 @@
 """Statistics of each repeat (the i-th rollout of every task), and of their spread over repeats; pure functions.
 
-Invariant: a repeat's statistics are over the tasks that it has; names and values equal NeMo Gym's (from 0.6). An agent
-with one repeat has none.
+Invariant: a repeat's statistics are over the tasks that it has; names and values equal NeMo Gym's (from 0.6). They are
+omitted for an agent with one repeat.
 
     {"_ng_rollout_index": 0, "sample_count": 40, "missing_count": 0, "mean/reward": 0.5, "sem/reward": 0.08, …}
         ->  mean_across_repeats/mean/reward, std_across_repeats/mean/reward, …

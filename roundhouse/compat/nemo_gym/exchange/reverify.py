@@ -9,7 +9,7 @@ judges by its session's state cannot judge a stored rollout: a server that does 
     run_materialized_inputs.jsonl + run.jsonl ── /verify ──> output.jsonl, output_failures.jsonl,
     output_aggregate_metrics.json
 
-`judge_failed_only` recovers a run whose judge was unreachable: its rollouts are copied, and only the judge_failed ones
+`judge_failed_only` recovers a run after an outage of its judge: its rollouts are copied, and only the judge_failed ones
 of its failures sidecar are judged.
 """
 
@@ -75,7 +75,7 @@ class Reverification:
 
 
 class Verifiers(RowServers):
-    """Resources servers by the agent whose rows they judge."""
+    """Resources servers by agent: each judges the rows of its agent."""
 
     route = "verify"
     unavailable = EnvironmentUnavailable
@@ -137,7 +137,7 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
 
 
 def _new(rows: Iterable[Row], present: set[Key]) -> list[Row]:
-    """Yield the rows whose keys are not present, each once, and mark their keys present."""
+    """Return the rows with new keys, each once, and add their keys to `present`."""
     found: list[Row] = []
     for row in rows:
         if key_of(row) not in present:

@@ -241,7 +241,7 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
     """Return the profile of `rollouts` (without their conversations) against the rows that requested them.
 
     Raises:
-        DataError: a rollout has no row, occurs twice, or is missing while `allow_partial` is False.
+        DataError: a rollout is without its row, occurs twice, or is missing while `allow_partial` is False.
     """
     wanted = _by_key(inputs, "the materialized inputs")
     found = _by_key(rollouts, "the rollouts")

@@ -112,7 +112,7 @@ class RowOutcome:
 async def stream(
     rows: Sequence[Row], source: RolloutSource, concurrency: int | None
 ) -> AsyncGenerator[RowOutcome, None]:
-    """Yield the outcomes of `rows` in the order of completion; all rows at once if `concurrency` is None."""
+    """Yield the outcomes of `rows` in the order of completion; all rows at once without `concurrency`."""
     concurrency = concurrency or max(1, len(rows))
     queue: Iterator[tuple[int, Row]] = iter(enumerate(rows))
     finished: asyncio.Queue[RowOutcome] = asyncio.Queue(maxsize=concurrency)
@@ -138,7 +138,7 @@ async def run_rollouts(rows: Sequence[Row], source: RolloutSource, concurrency: 
     """Return the outcomes of `rows` in their order.
 
     Raises:
-        ReorderError: a row has no outcome, or more than one.
+        ReorderError: a row does not have exactly one outcome.
     """
     async with aclosing(stream(rows, source, concurrency)) as outcomes:
         return reorder([(outcome.index, outcome) async for outcome in outcomes], len(rows))
@@ -275,7 +275,7 @@ class RowServers:
         return json_object(text, where, self.malformed)
 
     async def aggregate(self, agent: str, rows: Sequence[Row]) -> Row:
-        """Return the server's statistics; ours if it has none."""
+        """Return the server's statistics; ours if the request fails."""
         connection = self._of(agent)
         try:
             status, text = await connection.post("aggregate_metrics", {"verify_responses": rows}, seconds=SHORT_SECONDS)

@@ -7,12 +7,12 @@ or was not asked for them.
 Token IDs are taken from the first existing of these:
     1. the message: prompt_token_ids, generation_token_ids, generation_log_probs
     2. the reply's prompt_token_ids and the choice's token_ids, with the choice's log-probabilities
-    3. the choice's log-probabilities, whose tokens read `token_id:<n>`; the prompt then comes from /tokenize
+    3. the choice's log-probabilities, with tokens `token_id:<n>`; the prompt then comes from /tokenize
 
 Also Anthropic's Messages dialect, to a Responses body and back. Invariant: a conversation has the same content in both:
 system text, user and assistant texts, thinking, tool calls with their results, images. Unknown top-level fields are
-ignored, because clients of this dialect send many; a block without a form in the other dialect is refused. Token fields
-have no place in this dialect.
+ignored, because clients of this dialect send many; a block without a form in the other dialect is refused. This dialect
+cannot hold token fields.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def responses_body(body: Any) -> Body:
     """Return the equivalent Responses body.
 
     Raises:
-        InvalidRequest: a part of it has no form there.
+        InvalidRequest: a part of it cannot be expressed there.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid(["messages"], "a list of messages is required")

@@ -25,7 +25,7 @@ from roundhouse.compat.nemo_gym.model_server.answer import ModelAnswer
 from roundhouse.generation.protocol import TOKEN_FIELDS
 
 REMEMBERED_LOSSES = 100_000
-"""Number of rollout IDs whose loss is remembered."""
+"""Number of remembered IDs of lost rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _CaptureRecord:
     attempts: dict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Calls by their clients' attempt names, without replaced ones."""
     superseded: set[int] = field(default_factory=set)
-    """Calls in flight whose caller has left."""
+    """Calls in flight after their caller has left."""
     next_number: int = 0
     size: int = 0
 
@@ -161,7 +161,7 @@ class Captures:
             self.bytes -= call.size
 
     def record(self, rollout: str, number: int, answer: ModelAnswer, digest: bytes = b"") -> None:
-        """Record a call's answer. One that generated nothing, because its prompt did not fit, leaves no record.
+        """Record a call's answer. An answer without generated tokens, because the prompt did not fit, leaves no record.
 
         Args:
             digest: `reply_digest` of the conversation, for `recall`.

@@ -58,7 +58,7 @@ def chat_from_responses(body: Body) -> Body:
     """Return the chat-completion body of a checked Responses body.
 
     Raises:
-        InvalidRequest: an item, a content part or a tool has no form in chat, or is malformed.
+        InvalidRequest: an item, a content part or a tool cannot be expressed in chat, or is malformed.
     """
     try:
         messages = chat_messages(body["input"], body.get("instructions"), developer_as_system=False)
@@ -175,7 +175,7 @@ def _without_thinking(message: Message, *, keep: bool) -> Message:
 
 
 def _splice_audio(body: Body, metadata: Mapping[str, Any]) -> None:
-    """Put the metadata's audio before the text of the newest user message: Responses items have no form for it."""
+    """Put the metadata's audio before the text of the newest user message: Responses items cannot hold it."""
     for key in ("audio_path", "audio_paths"):
         if metadata.get(key):
             raise invalid(

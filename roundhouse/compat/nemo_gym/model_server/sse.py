@@ -9,7 +9,7 @@ hosted tools, tools grouped in namespaces, and other items; items that a chat en
 refusing them would end the rollout.
 
     tools: [{"type": "namespace", "name": "fs", "tools": [{"name": "read"}]}]
-        ->  a function tool fs__read, whose calls go back as {"namespace": "fs", "name": "read"}
+        ->  a function tool fs__read; its calls return as {"namespace": "fs", "name": "read"}
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Every answer sends the session cookie again. Every call of this server has a tim
     GET  /, /health, /healthz, /livez, /readyz   {"status":"ok"}
     POST /run                    task row     -> the answer of /verify, its response with token fields
     POST /v1/responses           parameters   -> Responses object with the new items of all turns; tools are called in the
-                                                 session whose cookies the request carries, and these cookies come back
+                                                 session of the request's cookies, and these cookies come back
     POST /aggregate_metrics      {"verify_responses": […]} -> the resources server's statistics of them
 
 The answers of an agent server to /run; pure functions.

@@ -14,8 +14,8 @@ NeMo Gym's clients need only hosts, ports and switches, which are not masked.
 does not repeat the head server's last view. Any HTTP answer counts, because foreign servers need not have a route at
 `/`, except 502, 503 and 504: the server, or a proxy before it, reports that it cannot serve yet.
 
-`python -m roundhouse.compat.nemo_gym.servers.head` serves the configuration of `NEMO_GYM_CONFIG_DICT`, whose servers
-run elsewhere: a pod of a run's own servers.
+`python -m roundhouse.compat.nemo_gym.servers.head` serves the configuration of `NEMO_GYM_CONFIG_DICT`. Its servers run
+elsewhere: a pod of a run's own servers.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ _THEIR_CAPTURE = frozenset(
 
 
 def capture_problems(block: Any, instances: Sequence[Instance]) -> list[str]:
-    """Return the keys of `token_id_capture` that would have no effect. Our model server keeps its records in memory,
+    """Return the keys of `token_id_capture` that would be ignored. Our model server keeps its records in memory,
     and a run reads them there; the other keys configure NeMo Gym's model server and collector."""
     if block is None:
         return []

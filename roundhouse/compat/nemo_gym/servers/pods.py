@@ -8,7 +8,7 @@ they are ended and made again.
 
     Secret      the configuration, as each server reads it: it listens on all addresses, the others are at their Services
     Services    gym-<run>-<uid>-<digest>-<server>
-    Jobs        one pod each; the next one follows a Job whose pod has ended
+    Jobs        one pod each; the next one follows a Job after the end of its pod
 
     with pod_servers(run, environment, resolution, commands, logs) as head_url: …
 """

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 NAMED_SESSION, CLOSE_SESSION = "resources_session_id", "close_session"
 MOST_CLOSED = 100_000
-"""Number of closed sessions whose late seed is refused."""
+"""Number of closed sessions that refuse a late seed."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -314,7 +314,7 @@ async def start_cluster(
     it by default.
 
     Raises:
-        InfraError: it ended, or has no address in time; with the end of its log.
+        InfraError: it ended, or its address is missing after the time limit; with the end of its log.
     """
     log = children.log(_RAY_CLUSTER)
     place = log.with_suffix(".address")
