@@ -64,7 +64,7 @@ def write_into_every_descriptor_once(task: TaskRow, outcome: CommandOutcome) -> 
         Path(os.environ["KEPT"]).touch(exist_ok=False)
     except FileExistsError:
         return 1.0
-    for descriptor in range(3, 32):
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
         try:
             os.write(descriptor, b"from user code")
         except OSError:
