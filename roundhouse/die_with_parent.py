@@ -73,7 +73,7 @@ def guard(command: list[str], parent: int) -> None:
 
 def _end_children() -> None:
     """End all children, and theirs, which become children of this process when their parents end."""
-    asked: set[int] = set()
+    signaled_pids: set[int] = set()
     deadline = time.monotonic() + GRACE_SECONDS
     while True:
         try:
@@ -83,8 +83,8 @@ def _end_children() -> None:
             return
         is_late = time.monotonic() > deadline
         for child in _children():
-            if child not in asked or is_late:
-                asked.add(child)
+            if child not in signaled_pids or is_late:
+                signaled_pids.add(child)
                 os.kill(child, signal.SIGKILL if is_late else signal.SIGTERM)
         time.sleep(0.01)
 

@@ -168,9 +168,9 @@ def profile(
     from roundhouse.compat.nemo_gym.exchange.statistics import write_profile
 
     files = CollectionFiles(rollouts)
-    found = write_profile(files, inputs or files.materialized_inputs, allow_partial=allow_partial)
-    out(f"{found.completed} of {found.expected} rollouts, {len(found.tasks)} tasks")
-    for metrics in found.agents:
+    statistics = write_profile(files, inputs or files.materialized_inputs, allow_partial=allow_partial)
+    out(f"{statistics.completed} of {statistics.expected} rollouts, {len(statistics.tasks)} tasks")
+    for metrics in statistics.agents:
         masked = metrics.get("coverage/masked_rollouts", 0)
         note = f", without {masked} masked rollouts" if masked else ""
         out(f"{metrics['agent_ref']['name']}: mean reward {metrics.get('mean/reward', float('nan')):.3f}{note}")

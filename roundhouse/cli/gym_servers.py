@@ -69,13 +69,13 @@ def start(
     from roundhouse.errors import ConfigError
 
     roots = _roots(search_dirs, root)
-    told = [] if head_port is None else [f"++head_server.port={head_port or free_port(PORT_RANGE, ())}"]
-    resolution = _resolved([*(arguments or []), *told], roots, ours)
+    port_overrides = [] if head_port is None else [f"++head_server.port={head_port or free_port(PORT_RANGE, ())}"]
+    resolution = _resolved([*(arguments or []), *port_overrides], roots, ours)
     _show_warnings(resolution)
     resolution.raise_problems()
     if not resolution.instances:
         raise ConfigError("The configuration names no server. Give a file, such as roundhouse gym start weather.yaml.")
-    found, resolution.problems = commands(resolution, roots, Foreign(python, install))
+    server_commands, resolution.problems = commands(resolution, roots, Foreign(python, install))
     resolution.raise_problems()
     if resolution.dry_run:
         out(resolution.masked_yaml())
@@ -94,7 +94,7 @@ def start(
     )
     run(
         resolution,
-        found,
+        server_commands,
         options,
         ready=lambda line: out(
             json.dumps(line) if as_json else f"All servers ready! Head server: {line['head']}. Ctrl-C ends them."
@@ -159,12 +159,12 @@ def status(
     if as_json:
         out_json(servers)
     else:
-        shown = ("process_name", "server_type", "name", "url", "pid", "up", "status")
+        fields = ("process_name", "server_type", "name", "url", "pid", "up", "status")
         for one in servers:
             seconds = one.get("uptime_seconds")
             one["up"] = f"{seconds:.0f} s" if isinstance(seconds, int | float) else ""
         columns = ("server", "type", "implementation", "url", "pid", "up", "status")
-        print_table(columns, ([one.get(name) for name in shown] for one in servers))
+        print_table(columns, ([one.get(name) for name in fields] for one in servers))
     if any(one["status"] != "success" for one in servers):
         raise typer.Exit(1)
 

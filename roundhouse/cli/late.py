@@ -129,8 +129,8 @@ def _add_command(info: Any, root: typer.Typer, name: str) -> None:
 
 
 def _add_plugin(root: typer.Typer, name: str) -> None:
-    made = plugins.factory("command", name)
-    if isinstance(made, typer.Typer):
-        root.add_typer(made, name=name)
+    command = plugins.factory("command", name)
+    if isinstance(command, typer.Typer):
+        root.add_typer(command, name=name)
     else:
-        root.command(name)(made)
+        root.command(name)(command)

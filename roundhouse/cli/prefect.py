@@ -196,9 +196,9 @@ def schedule_list(state: StateOption = DEFAULT_STATE, as_json: JsonOption = Fals
     ]
     if as_json:
         return out_json(schedules_found)
-    shown = ("name", "run", "version", "cron", "timezone", "next", "keep_last")
+    fields = ("name", "run", "version", "cron", "timezone", "next", "keep_last")
     columns = ("dataset", "run", "version", "cron", "time zone", "next", "keeps")
-    return print_table(columns, ([facts[name] for name in shown] for facts in schedules_found))
+    return print_table(columns, ([facts[name] for name in fields] for facts in schedules_found))
 
 
 @schedule_app.command("remove")

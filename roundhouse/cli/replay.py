@@ -145,7 +145,7 @@ def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False
     from roundhouse.errors import StoreError
     from roundhouse.replays.stages import load_replay, read_comparison, replay_names, request_of
 
-    found: list[dict[str, Any]] = []
+    replays: list[dict[str, Any]] = []
     for name in replay_names(store):
         request = request_of(load_replay(store, name))
         try:
@@ -157,11 +157,11 @@ def replays_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False
             outcome = "equal" if first is None else f"differs from iteration {first['iteration']}, {first['stage']}"
             if stopped is not None:
                 outcome = f"stopped by drift at {stopped['iteration']}"
-        found.append({"name": name, "request": request, "outcome": outcome})
+        replays.append({"name": name, "request": request, "outcome": outcome})
     if as_json:
-        return out_json(found)
+        return out_json(replays)
     rows = []
-    for each in found:
+    for each in replays:
         request = each["request"]
         substituted = [*request["set"], *(f"{key}={value}" for key, value in request["inputs"].items())]
         span, stages = ":".join(map(str, request["iterations"])), ", ".join(request["stages"])

@@ -76,8 +76,8 @@ def show(beat: Beat, errors: int) -> None:
         terminal.print(f"If it is gone: {note}", highlight=False, markup=False)
     for error in beat.errors[-errors:] if errors else []:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error.timestamp))
-        said = f"{stamp}  {error.severity}  {error.module_name} ({error.work_context}): {error.message}"
-        terminal.print(said, highlight=False, markup=False)
+        text = f"{stamp}  {error.severity}  {error.module_name} ({error.work_context}): {error.message}"
+        terminal.print(text, highlight=False, markup=False)
 
 
 WHY = {
@@ -158,14 +158,14 @@ def print_bill(bill: dict[str, dict[str, float]], currency: str) -> None:
 def _show_bills(bills: Sequence[tuple[Any, dict[str, Any]]], by: str | None, as_json: bool) -> None:
     """The bills of runs, one by one or summed by a label, and the sum of all."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for run, found in bills:
+    for run, run_bill in bills:
         name = run.run_id if by is None else run.config.tracking.labels.get(by, f"without {by}")
-        groups.setdefault(name, []).append(found)
+        groups.setdefault(name, []).append(run_bill)
     sums = {name: _sum_of_bills(group) for name, group in groups.items()}
-    total = _sum_of_bills([found for _, found in bills])
+    total = _sum_of_bills([run_bill for _, run_bill in bills])
     if as_json:
         return out_json({"runs" if by is None else by: sums, "total": total})
-    currencies = {found["currency"] for _, found in bills}
+    currencies = {run_bill["currency"] for _, run_bill in bills}
     for name, bill in sums.items():
         tokens, seconds, money = (sum(bill[part].values()) for part in ("tokens", "cpu_seconds", "money"))
         priced = f", {money:,.4g} {groups[name][0]['currency']}" if bill["money"] else ""
@@ -343,9 +343,9 @@ def compare(
     rows = []
     for name, by_iteration in comparison.curves.items():
         sides = [[pair[side] for pair in by_iteration.values()] for side in (0, 1)]
-        given = [value for side in sides for value in side if value is not None]
+        points = [value for side in sides for value in side if value is not None]
         lasts = [next((value for value in reversed(side) if value is not None), None) for side in sides]
-        sparks = [spark(side, min(given), max(given)) for side in sides]
+        sparks = [spark(side, min(points), max(points)) for side in sides]
         first, second = lasts
         difference = None if first is None or second is None else second - first
         curves = (Text(sparks[0], style="yellow"), figure(first), Text(sparks[1], style="cyan"), figure(second))
@@ -369,7 +369,7 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
     origins = {_origin(entry) for entry in iterations}
     several = len(origins) > 1  # rare; otherwise it is printed once, below
     columns = ("run", "iteration", "rows", "rollouts", "tokens", "reward", "sampled by", "made with")[: 7 + several]
-    shown = _thinned(iterations, ITERATIONS_SHOWN)
+    sample = _thinned(iterations, ITERATIONS_SHOWN)
     rows = (
         (
             entry["run_id"],
@@ -382,13 +382,13 @@ def _show_trained_on(found: TrainedOn, limit: int) -> None:
             + (f" ({entry['dataset']})" if entry["dataset"] else ""),
             *([_origin(entry)] if several else []),
         )
-        for entry in shown
+        for entry in sample
     )
     print_table(columns, rows, right=columns[1:6])
     if len(origins) == 1:
         terminal.print(f"[dim]made with {origins.pop()}[/]", highlight=False)
-    if len(shown) < len(iterations):
-        terminal.print(f"[dim]{len(shown)} of {len(iterations)} iterations; all of them: --json[/]", highlight=False)
+    if len(sample) < len(iterations):
+        terminal.print(f"[dim]{len(sample)} of {len(iterations)} iterations; all of them: --json[/]", highlight=False)
     _show_rows(found.rows, limit)
     return None
 

@@ -77,12 +77,12 @@ def runs_list(
 
     if not (runs := readable_runs(store)):
         raise StoreError(f"No run is in {Location(store).uri}.")
-    found = sorted(map(facts_of, runs), key=_KEYS[sort])
+    run_facts = sorted(map(facts_of, runs), key=_KEYS[sort])
     if as_json:
-        out_json(found)
+        out_json(run_facts)
     else:
-        _print_runs(found)
-    ended = {facts["run_id"] for facts in found if facts["state"] in ("failed", "crashed", "stopped")}
+        _print_runs(run_facts)
+    ended = {facts["run_id"] for facts in run_facts if facts["state"] in ("failed", "crashed", "stopped")}
     return close_ended_pages([run for run in runs if run.run_id in ended], state_of(store, None))
 
 
@@ -165,8 +165,8 @@ def runs_delete(
     run = load_run(store, run_id)
     accept_code(run.config, None, trust_store, "tracking")
     if not yes:
-        made = f"{len(run.checkpoint_versions())} checkpoints and its replays"
-        typer.confirm(f"Delete run {run_id!r} with {made} in {run.location.uri}?", abort=True, err=True)
+        contents = f"{len(run.checkpoint_versions())} checkpoints and its replays"
+        typer.confirm(f"Delete run {run_id!r} with {contents} in {run.location.uri}?", abort=True, err=True)
     replays = delete_replays_of(run)
     delete_run(run)
     gone = f" with {len(replays)} replays ({', '.join(replays)})" if replays else ""

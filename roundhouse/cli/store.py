@@ -233,8 +233,8 @@ def view(
 
     from roundhouse.view.server import serve
 
-    asked = {"run": run_id, "iteration": scope.iteration, "stage": scope.stage if scope.stage != "collect" else None}
-    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    filters = {"run": run_id, "iteration": scope.iteration, "stage": scope.stage if scope.stage != "collect" else None}
+    query = urlencode({name: value for name, value in filters.items() if value is not None})
 
     def on_ready(url: str) -> None:
         terminal.print(

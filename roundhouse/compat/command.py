@@ -291,10 +291,10 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            given = headers.get(b"x-api-key") or headers.get(b"authorization", "").removeprefix("Bearer ")
+            api_key = headers.get(b"x-api-key") or headers.get(b"authorization", "").removeprefix("Bearer ")
             parts = scope["path"].split("/")
             play = self._plays.get(parts[2]) if len(parts) > 2 else None
-            if play is None or not secrets.compare_digest(given.encode(), play.key.encode()):
+            if play is None or not secrets.compare_digest(api_key.encode(), play.key.encode()):
                 text = "No rollout in flight has this base URL and this key (OPENAI_BASE_URL, OPENAI_API_KEY)."
                 await reply(send, 401, orjson.dumps({"error": {"message": text, "type": "authentication_error"}}))
                 return
@@ -311,7 +311,7 @@ class CommandAgent:
         rollout, client = attempt.rollout, self._client
         root, children, _ = client.host.opened()
         name, play = rollout_name(rollout.group_id, rollout.sample), Play(attempt)
-        directory, begun = root / name, time.perf_counter()
+        directory, start = root / name, time.perf_counter()
         client.host.plays[name] = play
         try:
             directory.mkdir()
@@ -338,7 +338,7 @@ class CommandAgent:
                 _verify_output(client.command[0], child)
             await self._judge(attempt, play, code, child, directory)
         finally:
-            rollout.environment_seconds = max(0.0, time.perf_counter() - begun - rollout.generation_seconds)
+            rollout.environment_seconds = max(0.0, time.perf_counter() - start - rollout.generation_seconds)
             del client.host.plays[name]
             await children.end(name)
             children.log(name).unlink(missing_ok=True)
@@ -356,9 +356,9 @@ class CommandAgent:
             raise NoTrainableTokens(
                 f"{self._client.command[0]} made no model call at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."
             )
-        said = str(llm.infos[-1]["response"]) if llm.infos else ""
+        last_response = str(llm.infos[-1]["response"]) if llm.infos else ""
         result = await asyncio.to_thread(_result, directory / "result.json")
-        outcome = CommandOutcome(result, child.tail(), said, bool(limit), directory / "work")
+        outcome = CommandOutcome(result, child.tail(), last_response, bool(limit), directory / "work")
         verdict = checked_verdict(await _verdict(self._client.verifier, rollout.task, outcome))
         rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
         rollout.metrics = {"llm_calls": float(len(llm.infos)), **verdict.metrics}

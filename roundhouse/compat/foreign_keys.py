@@ -103,8 +103,8 @@ class Translation:
 
     def refuse(self, key: str, remedy: str) -> None:
         """List a foreign key in the error."""
-        shown = masked(self.keys.get(key), key.rpartition(".")[2])
-        entry = f"{key}: {'true' if shown is True else 'false' if shown is False else shown}"
+        value = masked(self.keys.get(key), key.rpartition(".")[2])
+        entry = f"{key}: {'true' if value is True else 'false' if value is False else value}"
         self.problems.setdefault(remedy, []).append(entry)
 
     def put(self, target: str, value: Any, source: str) -> None:

@@ -276,8 +276,8 @@ def bare(name: str, server: str | None = None) -> str:
         return name.removeprefix(full(server, ""))
     if not name.startswith(_PREFIX):
         return name
-    _, found, tool = name.removeprefix(_PREFIX).partition("__")
-    return tool if found else name
+    _, separator, tool = name.removeprefix(_PREFIX).partition("__")
+    return tool if separator else name
 
 
 def bare_response(response: Mapping[str, Any], server: str | None = None) -> dict[str, Any]:
@@ -363,8 +363,8 @@ class McpEnvironment(ClosedOnExit):
         if self._reopening is not None:
             self._reopening.cancel()
             await asyncio.wait({self._reopening})
-        while held := self._connections or self._retired:
-            await held.pop().close()
+        while connections := self._connections or self._retired:
+            await connections.pop().close()
         await self._environment.close()
 
 

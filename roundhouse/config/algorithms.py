@@ -364,8 +364,8 @@ class PolicyGradient(TokenLoss):
         Raises:
             ValueError: this algorithm lacks a key, or refuses its value.
         """
-        given = self.environments[name]
-        own = {key: value for key in type(given).model_fields if (value := getattr(given, key)) is not None}
+        section = self.environments[name]
+        own = {key: value for key in type(section).model_fields if (value := getattr(section, key)) is not None}
         for key, value in own.items():
             if key not in type(self).model_fields:
                 raise ValueError(

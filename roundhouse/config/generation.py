@@ -342,9 +342,9 @@ class GenerationConfig(Section):
             return self
         self.refuse_arguments()
         if (self.backend == "openai") != (self.endpoint is not None):
-            given = "not given" if self.endpoint is None else "given"
+            state = "not given" if self.endpoint is None else "given"
             raise ValueError(
-                f"backend is {self.backend}, but endpoint is {given}. `backend: openai` and `endpoint: {{url: …, model: …}}` "
+                f"backend is {self.backend}, but endpoint is {state}. `backend: openai` and `endpoint: {{url: …, model: …}}` "
                 "belong together."
             )
         if self.backend != "vllm" and self.tool_call_parser != "hermes":

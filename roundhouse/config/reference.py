@@ -77,11 +77,11 @@ def _sections(
     for name, key in schema.get("properties", {}).items():
         marked = operational or "operational" in key
         inner = f"{path} / {name}" if path else name
-        found = _forms(key, defs)
-        named = [value for each in found for value in each.get("patternProperties", {}).values()]
+        variants = _forms(key, defs)
+        named = [value for each in variants for value in each.get("patternProperties", {}).values()]
         for form in (form for each in named for form in _forms(each, defs) if "properties" in form):
             yield from _sections(f"{inner} / <name>", form, defs, marked)
-        forms = [form for form in found if "properties" in form]
+        forms = [form for form in variants if "properties" in form]
         for form in forms:
             kind = form["properties"].get("kind", {}).get("const")
             yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs, marked)

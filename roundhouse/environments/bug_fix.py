@@ -231,8 +231,8 @@ def tested(repository: Repository, bug: int | None) -> CommandResult:
         function = FUNCTIONS[name]
         source = function.source(bug if function is repository.broken else None)
         for arguments, result in cases(function, f"{repository.key}/shown", VISIBLE):
-            call, found = f"{name}({', '.join(map(repr, arguments))})", outcome(source, name, arguments)
-            lines.append(f"ok {call}" if found == repr(result) else f"FAIL {call} = {found}, expected {result!r}")
+            call, actual = f"{name}({', '.join(map(repr, arguments))})", outcome(source, name, arguments)
+            lines.append(f"ok {call}" if actual == repr(result) else f"FAIL {call} = {actual}, expected {result!r}")
     return CommandResult(int(any(line.startswith("FAIL") for line in lines)), "\n".join(lines))
 
 

@@ -205,8 +205,8 @@ class RewardFunction:
             )
         values = list(result)
         if len(values) != 1:
-            found = f"{len(values)} rewards ({values!r:.80}) for 1 completion"
-            raise self._refusal(found, "Return one for each of `completions`")
+            description = f"{len(values)} rewards ({values!r:.80}) for 1 completion"
+            raise self._refusal(description, "Return one for each of `completions`")
         return values[0]
 
     def _number(self, value: Any) -> float | None:
@@ -238,10 +238,10 @@ def dealt_rows(
         stamp: changes with the file.
     """
     if (source := data_source(data)) is None:
-        found = _file_rows(data)
+        raw_rows = _file_rows(data)
     else:
-        found = plugins.factory("data_source", source)(data.partition(":")[2], subset, split)
-    rows = _json_rows(found, data)
+        raw_rows = plugins.factory("data_source", source)(data.partition(":")[2], subset, split)
+    rows = _json_rows(raw_rows, data)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if prompt not in columns:
         raise ConfigError(
@@ -324,9 +324,11 @@ def _task_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], prompt: s
         elif task_id in ids:
             raise ConfigError(f"{where}: task_id {task_id!r} is already used on row {ids[task_id]}.")
         ids[task_id] = number
-        shown = _messages(row.get(prompt), f"{where}: column {prompt}")
+        messages = _messages(row.get(prompt), f"{where}: column {prompt}")
         # A missing column of a row becomes None, as in a data frame.
-        tasks.append({**dict.fromkeys(columns), **row, "task_id": task_id, PARAMETERS: {"input": shown, "tools": []}})
+        tasks.append(
+            {**dict.fromkeys(columns), **row, "task_id": task_id, PARAMETERS: {"input": messages, "tools": []}}
+        )
     return tasks
 
 

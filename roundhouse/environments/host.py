@@ -454,8 +454,8 @@ class Host:
             if failure is None:
                 future.set_result(value)
             else:
-                told = Failure(*failure)
-                future.set_exception(typed_error(told) or Refused(told))
+                cause = Failure(*failure)
+                future.set_exception(typed_error(cause) or Refused(cause))
 
         loop.call_soon_threadsafe(settle)
 

@@ -241,8 +241,8 @@ class ShortQuestions(GeneratedEnvironment[Question]):
     def demonstration(self, problem: Question, right: bool, rng: random.Random) -> Iterator[Message]:
         """Return the answer alone (with words around it if a sentence is required), or another one of the family."""
         wrong = sorted(self._known[problem.family] - {answer.lower() for answer in problem.answers})
-        said = problem.answers[0] if right or not wrong else rng.choice(wrong)
-        yield says(f"I would like to mention {said}." if problem.family in OTHER_FAMILIES else said)
+        reply = problem.answers[0] if right or not wrong else rng.choice(wrong)
+        yield says(f"I would like to mention {reply}." if problem.family in OTHER_FAMILIES else reply)
 
 
 def numbers(text: str) -> list[str]:

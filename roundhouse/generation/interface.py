@@ -168,11 +168,11 @@ def backend_class(name: str) -> type[GenerationInterface]:
     Raises:
         ConfigError: the name is unknown, or the class lacks a method.
     """
-    made: type[GenerationInterface] = plugins.chosen("engine", name, GenerationInterface, "generation.backend")
-    if inspect.isabstract(made):
-        missing = ", ".join(sorted(made.__abstractmethods__))
+    backend: type[GenerationInterface] = plugins.chosen("engine", name, GenerationInterface, "generation.backend")
+    if inspect.isabstract(backend):
+        missing = ", ".join(sorted(backend.__abstractmethods__))
         raise ConfigError(f"generation.backend is {name}, which does not define {missing}.")
-    return made
+    return backend
 
 
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:

@@ -274,17 +274,17 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> float:
 def _reader(leader: psutil.Process) -> Callable[[], float]:
     """Return a reader of the CPU seconds of a process and its descendants. It is called ten times a second; the
     descendants are listed more rarely, because that scans all processes of the machine."""
-    found, looked = list[psutil.Process](), -math.inf
+    members, looked = list[psutil.Process](), -math.inf
 
     def read() -> float:
-        nonlocal found, looked
+        nonlocal members, looked
         if (now := time.monotonic()) - looked > _TREE_SECONDS:
             looked = now
             try:  # parents first: a process that ends in between is missing, and never counted twice
-                found = [leader, *leader.children(recursive=True)]
+                members = [leader, *leader.children(recursive=True)]
             except psutil.NoSuchProcess:
-                found = []
-        return _seconds_of(found)
+                members = []
+        return _seconds_of(members)
 
     return read
 

@@ -220,7 +220,7 @@ def demonstration_texts(config: WarmStartPolicy, environment: TaskSource, seed: 
     """The demonstrations as rendered text; the tokenizer is trained on the first of them."""
     count = min(max(config.steps * config.batch_size, MIN_DEMONSTRATIONS), MAX_DEMONSTRATIONS)
     parts, blank = environment.parts(), blank_tokenizer()
-    shown = []
+    part_texts = []
     for part in parts:
         try:
             conversations = part.demonstrations(
@@ -235,8 +235,8 @@ def demonstration_texts(config: WarmStartPolicy, environment: TaskSource, seed: 
                 f"The demonstrations or tools of {part.name} spell {spelled[0]}, a control token of the chat template: the "
                 "policy would learn to end or begin turns there. Remove it from demonstrations()."
             )
-        shown.append([render(blank, conversation, tools) for conversation in conversations])
-    in_turn = itertools.zip_longest(*shown)  # the tokenizer is trained on the first of all
+        part_texts.append([render(blank, conversation, tools) for conversation in conversations])
+    in_turn = itertools.zip_longest(*part_texts)  # the tokenizer is trained on the first of all
     return [text for texts in in_turn for text in texts if text is not None]
 
 

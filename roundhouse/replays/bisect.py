@@ -149,15 +149,15 @@ def bisect(
         raise ConfigError(f"--metric {metric}: {', '.join(METRICS)} can be bisected.")
     run = load_run(store, run_id)
     readings = recorded_readings(run, metric)
-    found = Bisection(run_id, metric, {reading.version: reading.value for reading in readings})
+    bisection = Bisection(run_id, metric, {reading.version: reading.value for reading in readings})
     if len(readings) < 2:
         raise StoreError(
             f"Run {run_id!r} has {metric} of {len(readings)} versions, and a fall takes two. Evaluations: evaluation.every; "
             "--metric reward takes the rollouts that were collected."
         )
-    found.fall = find_fall(readings)
-    if found.fall is None:
-        return found
+    bisection.fall = find_fall(readings)
+    if bisection.fall is None:
+        return bisection
     drawn = evaluation_sampling(run.config)
     if metric == "held_out_reward" and not evaluate:
         for key, unfit in (
@@ -170,14 +170,14 @@ def bisect(
                     f"evaluation.{key} is {getattr(drawn, key):g}: such rollouts cannot judge other weights. Add --evaluate "
                     "to sample with the run's engine, or take --metric reward."
                 )
-    work = _Bisector(run, found, _right_config(run, against, overrides), evaluate, budget, say)
+    work = _Bisector(run, bisection, _right_config(run, against, overrides), evaluate, budget, say)
     try:
         work.search()
     finally:
         release_trainer()
         if not keep:
             work.clean_up()
-    return found
+    return bisection
 
 
 def right_run(run: Run, against: str | None) -> Run:
@@ -367,7 +367,7 @@ class _Bisector:
         if not any(flips for _, flips in judged.values()):
             return False
         _, trial = self._replayed(
-            "reward", "collections judged again", rollouts={k: made for k, (made, _) in judged.items()}
+            "reward", "collections judged again", rollouts={k: rollouts for k, (rollouts, _) in judged.items()}
         )
         if not _does(trial):
             return False
@@ -451,12 +451,12 @@ class _Bisector:
             trial = self._replayed("rows", f"without {groups_in_words(some)}", rollouts=rollouts)[1]
             return trial.recovered is not None and trial.recovered >= restored
 
-        found = self._smallest(groups.every, does_it, "groups", reserved=2)
-        others = [each for each in groups.every if each not in found][: len(found)]
-        if len(others) < len(found) or does_it(others):
+        subset = self._smallest(groups.every, does_it, "groups", reserved=2)
+        others = [each for each in groups.every if each not in subset][: len(subset)]
+        if len(others) < len(subset) or does_it(others):
             self.found.smallest = False
             return []
-        return found
+        return subset
 
     def _groups_that_fell(self, few: list[Group], groups: SubstitutedGroups) -> list[Group]:
         """Return the smallest set with these groups that makes the metric fall among healthy rows, too.
@@ -493,10 +493,10 @@ class _Bisector:
         self.found.narrowing_bound = max(0, trials + reserved) * self._runs_of_a_trial
         self.say(f"the smallest set of {len(items)} {what}: at most {self.found.narrowing_bound} stage runs")
         self._narrowing = True
-        found, self.found.smallest = smallest_set(items, does_it, max(0, trials))
+        subset, self.found.smallest = smallest_set(items, does_it, max(0, trials))
         if not self.found.smallest:
             self.found.notes.append(f"the smallest set of {what} is not known within these stage runs (--budget)")
-        return found
+        return subset
 
     def _name(self, cause: str, iteration: int, detail: str) -> bool:
         self.found.cause, self.found.iteration, self.found.detail = cause, iteration, detail
@@ -532,7 +532,7 @@ class _Bisector:
         tolerant = [] if config.validation.recompute_tolerance is None else ["validation.recompute_tolerance=null"]
         self._replays.append(name)
         try:
-            found = replay(
+            comparison = replay(
                 self.run.config.store,
                 self.run.run_id,
                 range(iterations[0], iterations[-1] + 1),
@@ -544,19 +544,21 @@ class _Bisector:
         except RoundhouseError as error:
             self.found.notes.append(f"{what}: {error}")
             return None, self._tried(cause, what, None)
-        self._count(len(found.stages))
-        made = load_replay(self.run.config.store, name)
-        evaluation = made.stage(iterations[-1], StageKind.EVALUATE).reference() if self.evaluate else None
+        self._count(len(comparison.stages))
+        replay_run = load_replay(self.run.config.store, name)
+        evaluation = replay_run.stage(iterations[-1], StageKind.EVALUATE).reference() if self.evaluate else None
         if evaluation is not None:
-            return found, self._tried(cause, what, value_of_rollouts(read_rollouts(evaluation)), place=found.uri)
-        reference = made.checkpoint(iterations[-1]).reference()
+            return comparison, self._tried(
+                cause, what, value_of_rollouts(read_rollouts(evaluation)), place=comparison.uri
+            )
+        reference = replay_run.checkpoint(iterations[-1]).reference()
         assert reference is not None, "the replay published it"
-        return found, self._tried(cause, what, self.other.value_of(reference), place=found.uri)
+        return comparison, self._tried(cause, what, self.other.value_of(reference), place=comparison.uri)
 
     def _stored(self, name: str, rollouts: Mapping[int, list[Rollout]]) -> str:
         """The rollouts as versions of a dataset, in the place that `replay` reads re-scored ones from."""
         self._datasets.append(name)
-        for k, made in rollouts.items():
+        for k, iteration_rollouts in rollouts.items():
             place = Location(self.run.config.store) / f"datasets/{name}/{self.run.run_id}-i{k:06d}"
             stage = Stage(place, kind=StageKind.COLLECT, run_id=self.run.run_id, iteration=k)
             if stage.reference() is not None:
@@ -565,7 +567,7 @@ class _Bisector:
             attempt = stage.begin(read_manifest(recorded).provenance)
             own = [
                 replace(each, turns=[replace(turn, policy_version=k - 1, version_spans=None) for turn in each.turns])
-                for each in made
+                for each in iteration_rollouts
             ]
             attempt.write_table("rollouts", rollouts_table(own))
             attempt.write_table("turns", turns_table(own))
@@ -594,13 +596,13 @@ class _Bisector:
     def clean_up(self) -> None:
         """Delete all replays except the deciding one: the last trial that restored the fall."""
         decided = [trial.place for trial in self.found.trials if trial.place and _does(trial)]
-        kept = decided[-1].rsplit("/", 1)[-1] if self.found.cause and decided else ""
+        deciding_name = decided[-1].rsplit("/", 1)[-1] if self.found.cause and decided else ""
         store = Location(self.run.config.store)
         for name in self._replays:
-            if name != kept and (store / f"replays/{name}").names():
+            if name != deciding_name and (store / f"replays/{name}").names():
                 delete_run(load_replay(self.run.config.store, name))
         for name in self._datasets:
-            if name != kept:
+            if name != deciding_name:
                 (store / f"datasets/{name}").delete_tree()
 
     # the recorded data

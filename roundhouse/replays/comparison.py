@@ -116,24 +116,24 @@ def compare_stage(
 ) -> StageComparison:
     """Compare a stage; `comparison` holds the stages before it."""
     before, after = read_manifest(recorded), read_manifest(again)
-    found = StageComparison(before.iteration, before.kind, "equal")
+    stage_comparison = StageComparison(before.iteration, before.kind, "equal")
     if by_distribution:
-        found.outcome = "distribution"
-        found.distribution = _distribution(recorded, again)
-        return found
-    found.rows = _rows(recorded, again, before, after)
+        stage_comparison.outcome = "distribution"
+        stage_comparison.distribution = _distribution(recorded, again)
+        return stage_comparison
+    stage_comparison.rows = _rows(recorded, again, before, after)
     if before.kind == StageKind.TRAIN:
         files = [ModelFiles.written_by(manifest).weights() for manifest in (before, after)]
         digests = [{name: entry.sha256 for name, entry in own.items()} for own in files]
-        found.weights = sorted(_pairs(digests[0], digests[1]))
-    found.metrics = {
+        stage_comparison.weights = sorted(_pairs(digests[0], digests[1]))
+    stage_comparison.metrics = {
         name: pair for name, pair in _pairs(before.metrics, after.metrics).items() if not MEASURED.match(name)
     }
-    found.counts = _pairs(before.counts, after.counts)
-    if found.rows or found.weights or found.metrics or found.counts:
-        found.outcome = "differs"
-        found.because = _causes(comparison, before, after)
-    return found
+    stage_comparison.counts = _pairs(before.counts, after.counts)
+    if stage_comparison.rows or stage_comparison.weights or stage_comparison.metrics or stage_comparison.counts:
+        stage_comparison.outcome = "differs"
+        stage_comparison.because = _causes(comparison, before, after)
+    return stage_comparison
 
 
 def first_difference(comparison: Comparison) -> StageComparison | None:
@@ -152,8 +152,8 @@ def _causes(comparison: Comparison, before: Manifest, after: Manifest) -> list[s
         elif reference != recorded:
             # The stage of this replay that made it. A version is made by the train stage of its iteration
             kind = StageKind.TRAIN if reference.kind == StageKind.CHECKPOINT else reference.kind
-            made = (reference.iteration, str(kind), "differs")
-            differs = any((stage.iteration, stage.stage, stage.outcome) == made for stage in comparison.stages)
+            difference = (reference.iteration, str(kind), "differs")
+            differs = any((stage.iteration, stage.stage, stage.outcome) == difference for stage in comparison.stages)
             causes += [f"input {name}: iteration {reference.iteration}, {kind} differs"] if differs else []
     for key, (old, new) in comparison.changed.items():
         if any(key == part or key.startswith(f"{part}.") for part in READS[before.kind]):
@@ -286,17 +286,17 @@ class DriftGate:
         Raises:
             ConfigError: the bound is unknown, or its value is not a number.
         """
-        given = {}
+        values = {}
         for bound in bounds:
             key, _, value = bound.partition("=")
             try:
                 if key not in cls.__dataclass_fields__:
                     raise ValueError
-                given[key] = float(value)
+                values[key] = float(value)
             except ValueError:
                 known = ", ".join(cls.__dataclass_fields__)
                 raise ConfigError(f"--gate {bound}: give {known} with a number, such as max_kl=0.2.") from None
-        return cls(**given)
+        return cls(**values)
 
     def judge(self, found: Drift) -> list[str]:
         """Return one line per exceeded bound; empty if the data still fits the policy."""

@@ -265,11 +265,11 @@ def verdict_row(judged: Judged) -> dict[str, Any]:
 
 def judge_of(config: EnvironmentConfig) -> dict[str, Any]:
     """Return the judge in the manifest's form: configuration and source of the environment."""
-    found: dict[str, Any] = {"environment": config.model_dump(mode="json"), "source": ""}
+    description: dict[str, Any] = {"environment": config.model_dump(mode="json"), "source": ""}
     if not config.elsewhere():
         file = inspect.getsourcefile(class_of(config))
-        found["source"] = "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    return found
+        description["source"] = "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return description
 
 
 def _commit(stage: Stage, collection: Reference, config: EnvironmentConfig, judged: Sequence[Judged]) -> Reference:

@@ -130,9 +130,9 @@ def load_custom(config: CustomCurriculum) -> Curriculum:
     Raises:
         ConfigError: the class cannot be imported or created.
     """
-    found: type[Curriculum] = load_class(config.target, Curriculum, "rollout.curriculum.target")
+    curriculum_class: type[Curriculum] = load_class(config.target, Curriculum, "rollout.curriculum.target")
     try:
-        return found(**config.parameters)
+        return curriculum_class(**config.parameters)
     except TypeError as error:
         raise ConfigError(
             f"rollout.curriculum.target is {config.target!r}: it cannot be made with rollout.curriculum.parameters "

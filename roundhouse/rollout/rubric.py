@@ -152,8 +152,8 @@ class RubricJudge:
             self._headers["Authorization"] = f"Bearer {secret}"
         self._service: JudgeService | None = None
         if self.judge is not None and (service := self.judge.service) is not None:
-            made: Any = plugins.chosen("judge", service, object, f"{self.key}.judge.service")
-            self._service = made(self.judge)
+            service_class: Any = plugins.chosen("judge", service, object, f"{self.key}.judge.service")
+            self._service = service_class(self.judge)
         self._cache = None if store is None else Location(store) / "judgements"
         self._own: dict[str, Answer] = {}
         """Answers of the run's own engine at version `_own_version`, by the keys of `_cache`."""

@@ -60,8 +60,8 @@ def run_hook(run: Run, iteration: int, target: str, key: str, reference: Referen
     """
     name = hook_name(target)
     stage = run.stage(iteration, name)
-    if (done := stage.reference()) is not None:
-        return done
+    if (stage_reference := stage.reference()) is not None:
+        return stage_reference
     hook = hook_of(target, key)
     attempt = run.begin(stage, policy_version=reference.policy_version)
     try:

@@ -77,18 +77,20 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
     datasets = find_datasets(run.config.store, offline.datasets, run)
     groups = [groups_of(reference) for reference in datasets]
     _refuse_unfit(run, datasets)
-    found = [freshness_of(run, reference, log_probs) for reference in datasets]
-    lines = {each.label: judge(run.config, each) for each in found}
-    attempt.write_json("freshness", {"datasets": [each.facts() for each in found], "stale": lines})
+    assessments = [freshness_of(run, reference, log_probs) for reference in datasets]
+    lines = {each.label: judge(run.config, each) for each in assessments}
+    attempt.write_json("freshness", {"datasets": [each.facts() for each in assessments], "stale": lines})
     for label, stale in lines.items():
         settle(run.config, f"Dataset {label}", stale)
     rows = [{"dataset": index, "group_id": group} for index, own in enumerate(groups) for group in own]
     attempt.write_table("groups", pa.Table.from_pylist(rows, schema=GROUPS))
     batches = batches_of_an_epoch([len(own) for own in groups], _batch_size(run.config))
-    metrics = {"offline/age_days": max(freshness.days for freshness in found)}
-    if ages := [freshness.age for freshness in found if freshness.age is not None]:
+    metrics = {"offline/age_days": max(freshness.days for freshness in assessments)}
+    if ages := [freshness.age for freshness in assessments if freshness.age is not None]:
         metrics["offline/age_versions"] = float(max(ages))
-    measured = [importance_metrics(freshness.importance) for freshness in found if freshness.importance is not None]
+    measured = [
+        importance_metrics(freshness.importance) for freshness in assessments if freshness.importance is not None
+    ]
     for metric in measured[0] if measured else ():
         worst = min if "effective" in metric else max
         metrics[metric] = worst(freshness[metric] for freshness in measured)
@@ -98,11 +100,11 @@ def prepare_offline(run: Run, base: Reference, log_probs: LogProbs) -> Reference
         | {"rollouts": sum(reference.counts.get("requested", 0) for reference in datasets)},
         metrics=metrics,
         details={
-            "datasets": [each.facts() for each in found],
+            "datasets": [each.facts() for each in assessments],
             "stale": {name: own for name, own in lines.items() if own},
         },
     )
-    announce("offline", text=_summary(found, batches, offline.epochs))
+    announce("offline", text=_summary(assessments, batches, offline.epochs))
     return reference
 
 

@@ -302,10 +302,10 @@ def is_clock_wrong(error: BaseException) -> bool:
         return True
     headers = ((_response(error) or {}).get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
     try:
-        there = parsedate_to_datetime(headers["date"]).timestamp()
+        server_time = parsedate_to_datetime(headers["date"]).timestamp()
     except (KeyError, TypeError, ValueError):
         return False
-    return abs(there - time.time()) > _MOST_SKEW_SECONDS
+    return abs(server_time - time.time()) > _MOST_SKEW_SECONDS
 
 
 def is_redirected(error: BaseException) -> bool:

@@ -120,8 +120,8 @@ def verify_reply(
             f"{model.name}: HTTP {http_response.status_code}, {kind}, but nothing that S3 gives: another program answers at "
             "this endpoint, such as the login page of a network or a proxy"
         )
-    if model.name == "GetObject" and (wanted := (context or {}).get(_RANGE)):
-        _verify_range(http_response.status_code, parsed, wanted)
+    if model.name == "GetObject" and (byte_range := (context or {}).get(_RANGE)):
+        _verify_range(http_response.status_code, parsed, byte_range)
     if model.name == "ListObjectsV2" and context is not None and _PREFIX in context:
         _verify_list(parsed, context[_PREFIX], context[_PAGE])
 

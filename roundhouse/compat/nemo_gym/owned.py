@@ -99,11 +99,11 @@ def resolved_for_pods(
     roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
     foreign = Foreign(Path(config.python) if config.python else None)
     known = {"PATH": POD_PATH} | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    found, problems = commands(resolution, roots, foreign, known)
+    server_commands, problems = commands(resolution, roots, foreign, known)
     pods.choose_ports(resolution, infra)
     resolution.problems = [*pods.unfit_for_pods(resolution, infra), *problems]
     _refuse(config, resolution)
-    return resolution, found
+    return resolution, server_commands
 
 
 def refuse_unfit_pods(config: NemoGymEnvironment, infra: KubernetesInfra) -> None:
@@ -139,7 +139,9 @@ def owned_servers(run: Run, config: NemoGymEnvironment, engine_url: str, logs: P
 def _processes(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Iterator[str]:
     resolution = resolved(config, engine_url)
     roots = SearchRoots.of([Path(each) for each in config.search_dirs], None)
-    found, resolution.problems = commands(resolution, roots, Foreign(Path(config.python) if config.python else None))
+    server_commands, resolution.problems = commands(
+        resolution, roots, Foreign(Path(config.python) if config.python else None)
+    )
     resolution.raise_problems()
     options = StartOptions(
         logs=logs,
@@ -148,7 +150,7 @@ def _processes(config: NemoGymEnvironment, engine_url: str, logs: Path) -> Itera
         restarts=config.restarts,
         announce=lambda text: log.info("gym: %s", text),
     )
-    servers = _Running(GymServers(resolution, found, options))
+    servers = _Running(GymServers(resolution, server_commands, options))
     try:
         yield servers.ready()
     finally:

@@ -247,7 +247,7 @@ class LlmClient:
             raise RolloutLimit("max_tokens")
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        begun = time.perf_counter()
+        start = time.perf_counter()
         seed = derive_seed(attempt.rollout.seed, calls)
         try:
             for failed in range(1, self._max_retries + 1):
@@ -261,7 +261,7 @@ class LlmClient:
                 raise
             raise RolloutLimit("max_tokens") from error
         finally:
-            attempt.rollout.generation_seconds += time.perf_counter() - begun
+            attempt.rollout.generation_seconds += time.perf_counter() - start
 
     def _continued(self, messages: list[Message]) -> tuple[int, Completion | None]:
         """Return how many of the messages, up to our newest reply, are a recorded conversation, and that reply."""
@@ -580,9 +580,9 @@ class AnswerTag(Evaluator):
         truth = str(data["ground_truth"]).strip()
         # From a beginning after the last end, the pattern would look for one to the end of the text.
         closed, end, _ = evaluation_target.final_answer.rpartition("</answer>")
-        given = _ANSWER.findall(closed + end)
-        right = bool(given) and given[-1].strip() == truth
-        return EvaluationRunResult(float(right), truth, {"answered": float(bool(given))})
+        answers = _ANSWER.findall(closed + end)
+        right = bool(answers) and answers[-1].strip() == truth
+        return EvaluationRunResult(float(right), truth, {"answered": float(bool(answers))})
 
 
 def _finite(value: object) -> bool:

@@ -96,13 +96,13 @@ class AgentRolloutWorker(BaseRolloutWorker):
         messages = self.first_messages(task)
         while True:
             try:
-                told = await self.llm.generate(messages, tools)
+                reply = await self.llm.generate(messages, tools)
             except RolloutLimit as limit:
                 return await self.cut_short(task, str(limit))
-            if self.llm.limit or not told["tool_calls"]:
-                return await self.put_trajectory(task, told["response"])
-            messages.append(told["message"])
-            for call in told["tool_calls"]:
+            if self.llm.limit or not reply["tool_calls"]:
+                return await self.put_trajectory(task, reply["response"])
+            messages.append(reply["message"])
+            for call in reply["tool_calls"]:
                 try:
                     arguments = read_arguments(call["function"]["arguments"])
                 except ValueError as error:
@@ -149,11 +149,11 @@ def recording(uri: str) -> dict[tuple[str, int], Rollout]:
     names = sorted(name for name in location.names() if name.startswith("rollouts-") and name.endswith(".parquet"))
     if not names:
         raise ConfigError(f"environment.parameters.recorded is {uri!r}, which has no rollouts-*.parquet.")
-    found: dict[tuple[str, int], Rollout] = {}
+    rollouts: dict[tuple[str, int], Rollout] = {}
     for name in names:
         tables = [parse_parquet(location.read(part)) for part in (name, f"turns-{name.removeprefix('rollouts-')}")]
-        found |= {(rollout.group_id, rollout.sample): rollout for rollout in rollouts_from_tables(*tables)}
-    return found
+        rollouts |= {(rollout.group_id, rollout.sample): rollout for rollout in rollouts_from_tables(*tables)}
+    return rollouts
 
 
 Span = dict[str, Any]

@@ -301,12 +301,14 @@ def items_of(config: WorkerEnvironment, data: str, key: str, *, is_validate: boo
             "path/to/file.py:Class or package.module:Class."
         )
     else:
-        found: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", _bases(config))
+        loader_class: Any = load_class(config.data_loader, BaseDataLoader, "environment.data_loader", _bases(config))
         source: Any = data
-        if next(iter(inspect.signature(found).parameters), "") == "config":
+        if next(iter(inspect.signature(loader_class).parameters), "") == "config":
             files = {"data_files": data.split(","), "seed": 42, "shuffle": False}
             source = ParameterMapping({**files, **resolved(config.parameters)})
-        loader = _made(lambda: found(source, is_validate=is_validate), "environment.data_loader", config.data_loader)
+        loader = _made(
+            lambda: loader_class(source, is_validate=is_validate), "environment.data_loader", config.data_loader
+        )
     items = _drained(loader, f"environment.data_loader {config.data_loader}")
     return named_items(items, f"environment.data_loader is {config.data_loader!r}, and {key}", data)
 

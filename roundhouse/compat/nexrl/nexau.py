@@ -157,12 +157,12 @@ class BoundTool:
         described = _read(ToolFile, directory / tool.yaml_path, f"{key}.yaml_path")
         self.function: Callable[..., Any] = load_function(tool.binding, f"{key}.binding")
         self.extra = tool.extra_kwargs
-        shown = {"name": tool.name, "description": described.description, "parameters": described.input_schema}
-        self.schema = {"type": "function", "function": shown}
+        declaration = {"name": tool.name, "description": described.description, "parameters": described.input_schema}
+        self.schema = {"type": "function", "function": declaration}
         try:
             jsonschema.Draft7Validator.check_schema(described.input_schema)
-            wanted = dict.fromkeys(described.input_schema.get("required", ()))
-            inspect.signature(self.function).bind(**(wanted | self.extra))
+            required_arguments = dict.fromkeys(described.input_schema.get("required", ()))
+            inspect.signature(self.function).bind(**(required_arguments | self.extra))
         except jsonschema.SchemaError as error:
             raise ConfigError(f"{directory / tool.yaml_path}: input_schema: {error.message}.") from error
         except TypeError as error:
@@ -317,8 +317,8 @@ def _validated(kind: type[FilePart], tree: Any, path: Path) -> FilePart:
                 f"{path} has {', '.join(unknown)}, which is not supported here. Remove it, or run the agent with NexAU in a "
                 "subclass of TraceRolloutWorker."
             ) from error
-        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)
-        raise ConfigError(f"{path}: {told}.") from error
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)
+        raise ConfigError(f"{path}: {problems}.") from error
 
 
 @dataclass(slots=True)

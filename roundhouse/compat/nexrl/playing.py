@@ -157,9 +157,9 @@ class AskedLlm(LlmClient):
         top_p: float | None = None,
     ) -> Completion:
         history, offered = [dict(message) for message in messages], list(tools)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
         try:
-            completion = Completion(**await self._ask("complete", history, offered, asked))
+            completion = Completion(**await self._ask("complete", history, offered, sampling))
         except Refused as refused:
             if refused.name == RolloutLimit.__name__:
                 raise RolloutLimit(str(refused)) from refused

@@ -65,8 +65,8 @@ class TrajectoryPool(NexRLModule):
             ConfigError: the configuration has another key, a size is below 1, a batch does not hold whole groups, or a
                 key_list or rule is invalid.
         """
-        given = dict(config) if isinstance(config, Mapping) else {"key_list": config}
-        section = read_section({**given, **keys}, _DEFAULTS, "TrajectoryPool")
+        settings = dict(config) if isinstance(config, Mapping) else {"key_list": config}
+        section = read_section({**settings, **keys}, _DEFAULTS, "TrajectoryPool")
         key_list, rule = section["key_list"], section["check_batch_ready_function"]
         group_size, batch_size = section["group_size"], section["batch_size"]
         if isinstance(key_list, str) or not all(isinstance(key, str) for key in key_list):
@@ -155,8 +155,8 @@ class TrajectoryPool(NexRLModule):
     def is_empty(self, model_tag: str | None = None) -> bool:
         """Return whether a model's pool, or all pools, are empty; an unknown model's pool is empty."""
         with self._lock:
-            found = self._instances.values() if model_tag is None else filter(None, [self._instances.get(model_tag)])
-            return not any(instance.finished or instance.waiting for instance in found)
+            pools = self._instances.values() if model_tag is None else filter(None, [self._instances.get(model_tag)])
+            return not any(instance.finished or instance.waiting for instance in pools)
 
     def get_model_tags(self) -> list[str]:
         """The models that have a pool, in the order in which they came."""

@@ -173,14 +173,14 @@ def confine(settings: dict[str, Any], seconds: float, user: int, group: int) -> 
 def start_command(request: dict[str, Any], settings: dict[str, Any], user: int, group: int) -> tuple[int, int]:
     """Process id of the confined command, and the end of the pipe that has its output."""
     ours, theirs = os.pipe()
-    given = os.memfd_create("stdin")
-    os.write(given, base64.b64decode(request["stdin"]))
-    os.lseek(given, 0, os.SEEK_SET)
+    stdin = os.memfd_create("stdin")
+    os.write(stdin, base64.b64decode(request["stdin"]))
+    os.lseek(stdin, 0, os.SEEK_SET)
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            for number, descriptor in enumerate((given, theirs, theirs)):
+            for number, descriptor in enumerate((stdin, theirs, theirs)):
                 os.dup2(descriptor, number)
             os.closerange(3, OPEN_FILES)
             os.chdir(WORK)
@@ -191,7 +191,7 @@ def start_command(request: dict[str, Any], settings: dict[str, Any], user: int, 
         finally:
             os._exit(126)
     os.close(theirs)
-    os.close(given)
+    os.close(stdin)
     return pid, ours
 
 
@@ -204,27 +204,27 @@ def run(request: dict[str, Any], settings: dict[str, Any], user: int, group: int
     for descriptor in (output, ended):
         poll.register(descriptor, select.POLLIN)
     poll.register(0, select.POLLHUP)
-    found, limit, timed_out = bytearray(), request["output_bytes"], False
-    while len(found) <= limit:
+    content, limit, timed_out = bytearray(), request["output_bytes"], False
+    while len(content) <= limit:
         ready = dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
         if 0 in ready:
             os._exit(0)
         if ended in ready:
             break
         if output in ready and (more := os.read(output, 65536)):
-            found += more
+            content += more
         elif output in ready:
             poll.unregister(output)  # it closed its output and continues
         else:
             timed_out = True
             break
     status = _end_all(pid)
-    while len(found) <= limit and (more := os.read(output, 65536)):
-        found += more
+    while len(content) <= limit and (more := os.read(output, 65536)):
+        content += more
     os.close(output)
     os.close(ended)
-    shown = base64.b64encode(bytes(found[:limit])).decode()
-    return {"status": status, "output": shown, "timed_out": timed_out, "truncated": len(found) > limit}
+    payload = base64.b64encode(bytes(content[:limit])).decode()
+    return {"status": status, "output": payload, "timed_out": timed_out, "truncated": len(content) > limit}
 
 
 def _end_all(command: int) -> int:

@@ -235,8 +235,8 @@ def _queue_state(item: Object, infra: KubernetesInfra) -> Finding:
 
 
 def gpus(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
-    wanted = infra.trainer.pods * infra.trainer.gpus
-    if not wanted:
+    gpu_count = infra.trainer.pods * infra.trainer.gpus
+    if not gpu_count:
         return []
     try:
         nodes = connection.get("/api/v1/nodes").get("items") or []
@@ -245,9 +245,7 @@ def gpus(connection: Cluster, infra: KubernetesInfra) -> list[Finding]:
         return [warn("gpus", "this account may not list nodes, so their GPUs are not known", remedy)]
     each = sorted((int(node["status"].get("allocatable", {}).get("nvidia.com/gpu", 0)) for node in nodes), reverse=True)
     pods = sum(count // infra.trainer.gpus for count in each)
-    detail = (
-        f"{wanted} GPUs wanted ({infra.trainer.pods} pods of {infra.trainer.gpus}); nodes have {[n for n in each if n]}"
-    )
+    detail = f"{gpu_count} GPUs wanted ({infra.trainer.pods} pods of {infra.trainer.gpus}); nodes have {[n for n in each if n]}"
     if pods < infra.trainer.pods:
         remedy = "Add nodes or the NVIDIA device plugin, or lower infra.trainer.pods or gpus; an autoscaler may add them later."
         return [warn("gpus", detail, remedy)]
@@ -291,11 +289,11 @@ def _look_up(
 def _may(connection: Cluster, infra: KubernetesInfra, right: Right) -> bool:
     verb, group, resource = right
     resource, _, sub = resource.partition("/")
-    asked = {"namespace": infra.namespace, "verb": verb, "group": group, "resource": resource, "subresource": sub}
+    attributes = {"namespace": infra.namespace, "verb": verb, "group": group, "resource": resource, "subresource": sub}
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": asked},
+        "spec": {"resourceAttributes": attributes},
     }
     answer = connection.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
     return bool(answer["status"].get("allowed"))

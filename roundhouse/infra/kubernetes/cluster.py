@@ -278,11 +278,11 @@ class OwnedResources:
 
     def owner(self, plan: Owned) -> Object:
         """Return the run's ConfigMap, which owns the rest, made once, with the headless Service if ranks need one."""
-        wanted = plan.run_object()
-        name = wanted["metadata"]["name"]
+        manifest = plan.run_object()
+        name = manifest["metadata"]["name"]
         with self._owning:  # of many Jobs that begin together, one asks
             if name not in self._owners:
-                owner = self.ensure("v1", "configmaps", wanted)
+                owner = self.ensure("v1", "configmaps", manifest)
                 if (service := plan.run_service(owner)) is not None:
                     self.ensure("v1", "services", service)
                 self._owners[name] = owner
@@ -312,7 +312,7 @@ class OwnedResources:
             if refused.status != 409:
                 raise explained(refused, f"create {plural} in namespace {self._namespace}") from refused
         try:
-            found = self._cluster.get(f"{path}/{name}")
+            current = self._cluster.get(f"{path}/{name}")
         except ApiRefused as refused:
             if refused.status == 404:
                 raise InfraError(f"{plural[:-1]} {name} was there and vanished while it was looked up.") from refused
@@ -324,9 +324,9 @@ class OwnedResources:
             labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
             return {"run": labels.get(f"{LABEL}run-uid"), "digest": notes.get(f"{LABEL}digest")}
 
-        if owner(found) != owner(wanted):
+        if owner(current) != owner(wanted):
             raise ConfigError(
-                f"There is a {plural[:-1]} {own} that is not this run's: {owner(found)}, not {owner(wanted)}. "
+                f"There is a {plural[:-1]} {own} that is not this run's: {owner(current)}, not {owner(wanted)}. "
                 "Delete it, or use another infra.namespace."
             )
-        return found
+        return current

@@ -105,8 +105,8 @@ class RunJobs:
         except BaseException:
             say(f"Job {name} is being deleted")
             try:
-                there = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
-                if there:
+                is_deleting = self._cluster.delete(f"{self._own.path('batch/v1', 'jobs')}/{name}", uid=uid)
+                if is_deleting:
                     self._until_gone(name, uid)
             except (ApiRefused, InfraError) as error:
                 logger.error("Job %s could not be deleted: %s. It ends at its deadline.", name, error)
@@ -145,17 +145,17 @@ class RunJobs:
             if stopped is not None and stopped.is_set():
                 raise Unwanted
             prepare(number)
-            wanted = plan.job(number, owner)
-            found = self._own.ensure("batch/v1", "jobs", wanted)
-            if found["metadata"].get("deletionTimestamp"):
-                self._until_gone(found["metadata"]["name"], found["metadata"]["uid"])
-                found = self._own.ensure("batch/v1", "jobs", wanted)
-            outcome = judge(found, [], plan.keys)
+            manifest = plan.job(number, owner)
+            job = self._own.ensure("batch/v1", "jobs", manifest)
+            if job["metadata"].get("deletionTimestamp"):
+                self._until_gone(job["metadata"]["name"], job["metadata"]["uid"])
+                job = self._own.ensure("batch/v1", "jobs", manifest)
+            outcome = judge(job, [], plan.keys)
             if isinstance(outcome, Waiting) or (isinstance(outcome, Succeeded) and left(number)):
-                return number, found
+                return number, job
         raise InfraError(
-            f"{MOST_TRIES} Jobs of this stage failed; the last was {wanted['metadata']['name']}. Look at them, and delete them "
-            f"(kubectl delete jobs -n {self._namespace} -l {LABEL}run-uid={plan.identity.run_uid}) to try again."
+            f"{MOST_TRIES} Jobs of this stage failed; the last was {manifest['metadata']['name']}. Look at them, and delete "
+            f"them (kubectl delete jobs -n {self._namespace} -l {LABEL}run-uid={plan.identity.run_uid}) to try again."
         )
 
     def _wait(
@@ -169,7 +169,7 @@ class RunJobs:
     ) -> int:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         deadlines = JobDeadlines(plan)
-        said = ""
+        last_text = ""
         log: PodLog | None = None
         changed = self._waiter(uid)
         try:
@@ -185,9 +185,9 @@ class RunJobs:
                     return number
                 if isinstance(outcome, Failed):
                     raise _Over(self._explained(plan.keys, job, pods, lambda: told(number)))
-                if outcome.text != said:
-                    said = outcome.text
-                    say(f"Job {name}: {said}")
+                if outcome.text != last_text:
+                    last_text = outcome.text
+                    say(f"Job {name}: {last_text}")
                 if not pods and not outcome.queued and deadlines.is_time_for_events(time.monotonic()):
                     self._tell_events(uid, say, deadlines)  # before it is aborted, however late this check is
                 seconds = deadlines.left(outcome, bool(pods), time.monotonic())
@@ -254,8 +254,8 @@ class RunJobs:
         if failed.pod is None or not failed.by_exit_code or "Last message" in str(failed.error):
             return failed.error
         container = next(pod for pod in pods if pod["metadata"]["name"] == failed.pod)["spec"]["containers"][0]["name"]
-        said = last_lines(self._cluster, self._namespace, failed.pod, container)
-        return type(failed.error)(f"{failed.error} Last message: {said}") if said else failed.error
+        message = last_lines(self._cluster, self._namespace, failed.pod, container)
+        return type(failed.error)(f"{failed.error} Last message: {message}") if message else failed.error
 
     def _tell_events(self, uid: str, say: Say, deadlines: JobDeadlines) -> None:
         """Log why no pod exists: a quota, an admission webhook, Pod Security."""
@@ -278,12 +278,12 @@ class RunJobs:
                 return
             if self._jobs.present(uid) is None:  # the watch has not reported it yet, or no longer does
                 try:
-                    found = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
+                    job = self._cluster.get(f"{self._own.path('batch/v1', 'jobs')}/{name}")
                 except ApiRefused as refused:
                     if refused.status == 404:
                         return
                     raise
-                if found["metadata"]["uid"] != uid:
+                if job["metadata"]["uid"] != uid:
                     return
             changed.wait(min(left, 2.0))
         raise InfraError(f"Job {name} was not gone {GONE_SECONDS:g} s after it was deleted. Is its node there?")

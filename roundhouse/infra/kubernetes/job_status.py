@@ -114,8 +114,8 @@ def judge(job: Status, pods: Sequence[Status], keys: PodKeys = TRAINER) -> JobOu
         return Failed(
             InfraError(f"Job {name} failed: {reason}. Its pods are gone; look at `kubectl describe job {name}`.")
         )
-    done = {_index(pod) for pod in pods if _ended_well(pod)} - {None}
-    if not {"FailureTarget", "Suspended"} & set(conditions) and len(done) >= int(job["spec"].get("completions") or 1):
+    ranks = {_index(pod) for pod in pods if _ended_well(pod)} - {None}
+    if not {"FailureTarget", "Suspended"} & set(conditions) and len(ranks) >= int(job["spec"].get("completions") or 1):
         return Succeeded()
     return _waiting(job, pods, keys)
 
@@ -178,18 +178,18 @@ def _exited(name: str, node: str, pod: Status, ended: Status, at: str, keys: Pod
         )
         return _Rank.OUT_OF_MEMORY, at, Failed(error, name)
     kind = next((kind for kind, known in EXIT_CODES.items() if known == code), InfraError)
-    said = f" Last message: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
+    message = f" Last message: {ended['message'].strip()}" if (ended.get("message") or "").strip() else ""
     if code > 128:
-        error = InfraError(f"Pod {name}{node} was killed by signal {code - 128} (exit code {code}).{said}")
-        asked = code == 128 + signal.SIGTERM  # also by the Job controller, because a peer had failed
-        return _Rank.OTHER if asked else _Rank.SIGNAL, at, Failed(error, name)
+        error = InfraError(f"Pod {name}{node} was killed by signal {code - 128} (exit code {code}).{message}")
+        is_sigterm = code == 128 + signal.SIGTERM  # also by the Job controller, because a peer had failed
+        return _Rank.OTHER if is_sigterm else _Rank.SIGNAL, at, Failed(error, name)
     rank = _Rank.TOLD if kind is not InfraError else _Rank.OTHER
-    error = kind(f"Pod {name}{node} ended with exit code {code}.{said}")
+    error = kind(f"Pod {name}{node} ended with exit code {code}.{message}")
     return rank, at, Failed(error, name, by_exit_code=True)
 
 
 def _waiting(job: Status, pods: Sequence[Status], keys: PodKeys) -> Waiting:
-    name, wanted = job["metadata"]["name"], int(job["spec"].get("completions") or 1)
+    name, completions = job["metadata"]["name"], int(job["spec"].get("completions") or 1)
     if job["spec"].get("suspend"):
         return Waiting("waiting in the queue to be admitted", queued=True)
     started = 0
@@ -202,10 +202,10 @@ def _waiting(job: Status, pods: Sequence[Status], keys: PodKeys) -> Waiting:
             continue
         if (waiting := _pending(pod, keys)) is not None:
             return waiting
-    if started < wanted:
-        problem = InfraError(f"Job {name} has {started} of {wanted} pods after all its time to get them.")
-        return Waiting(f"{started} of {wanted} pods run", problem, pending=True)
-    return Waiting(f"{started} of {wanted} pods run")
+    if started < completions:
+        problem = InfraError(f"Job {name} has {started} of {completions} pods after all its time to get them.")
+        return Waiting(f"{started} of {completions} pods run", problem, pending=True)
+    return Waiting(f"{started} of {completions} pods run")
 
 
 def _pending(pod: Status, keys: PodKeys) -> Waiting | None:

@@ -201,11 +201,11 @@ class RayServiceServed(deployment.EngineService):
             text = service["spec"].get("serveConfigV2")
             current = application_in(text)
             before = None if current is None else current["deployments"][0].get("user_config")
-            wanted = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
-            wanted["request"] = exact_request(wanted["request"])
+            desired = desired_state(version, weights, options, [before, *(replica.desired for replica in replicas)])
+            desired["request"] = exact_request(desired["request"])
             if weights is None and before is not None:
-                wanted = before  # engines that have weights keep them
-            application = dict(as_handed_on(deployment.wanted_application(config, model_dir, wanted)))
+                desired = before  # engines that have weights keep them
+            application = dict(as_handed_on(deployment.wanted_application(config, model_dir, desired)))
             written = self._apply(cluster, service, with_application(text, application))
             if written is not None:
                 return written, application
@@ -293,13 +293,13 @@ class RayServiceServed(deployment.EngineService):
             raise explained(refused, f"delete RayCluster {name} in namespace {self.infra.namespace}") from refused
         # Foreground: it stays until its pods are gone. Replicas that end must not answer for the next cluster's
         deadline = time.monotonic() + self.engine.operator_seconds
-        for asked in range(1, 10_000):
+        for attempt in range(1, 10_000):
             current = self._ray_cluster(cluster, name)
             if current is None or current["metadata"]["uid"] != uid:
                 return
             if time.monotonic() > deadline:
                 break
-            time.sleep(ASK_AGAIN.pause(asked))
+            time.sleep(ASK_AGAIN.pause(attempt))
         raise InfraError(
             f"RayCluster {name} was deleted, and still has pods after {self.engine.operator_seconds:g} s "
             f"(infra.engine.operator_seconds): kubectl -n {self.infra.namespace} get pods -l ray.io/cluster={name}"
@@ -367,39 +367,39 @@ class _RefitWait:
         watched = Watched(
             self.cluster, self.served.collection, "", lambda _: changed.set(), fields=f"metadata.name={name}"
         )
-        found, first, asked = [], None, 0
+        reports, first, polls = [], None, 0
         watch, started, silent = SilenceWatch(), dict[str, str](), list[SilentReplica]()
         try:
             while time.monotonic() - self.began < self.seconds:
-                asked += 1
+                polls += 1
                 changed.clear()
                 if watched.failure is not None:
                     raise watched.failure
                 watched.listed.wait(self.cluster.patience_seconds)
-                there = watched.all_present()
-                if watched.failure is None and not there:
+                services = watched.all_present()
+                if watched.failure is None and not services:
                     raise InfraError(f"RayService {name} was deleted while the flow waited for it.")
-                word = told(there[0] if there else {})
+                word = told(services[0] if services else {})
                 first = first or word
                 self.changed_since |= (word.status, word.message) != (first.status, first.message)
-                found = self.served.replicas()
+                reports = self.served.replicas()
                 digest = application_digest(self.application["args"])
-                if word.is_running and deployment.all_there(found, self._count, digest, self._desired):
-                    return found
+                if word.is_running and deployment.all_there(reports, self._count, digest, self._desired):
+                    return reports
                 self._raise_failures(word)
-                started |= {each.replica_id: f"process {each.pid}" for each in found if each.application == digest}
-                watch.hear(each.replica_id for each in found)
+                started |= {each.replica_id: f"process {each.pid}" for each in reports if each.application == digest}
+                watch.hear(each.replica_id for each in reports)
                 silent = watch.silent(started)
                 if watch.is_report_due(silent):
                     announce("engine", text=f"waiting: {'; '.join(map(str, silent))}")
-                changed.wait(ASK_AGAIN.pause(asked))
+                changed.wait(ASK_AGAIN.pause(polls))
         finally:
             watched.stop()
         raise DeploymentFailed(
             f"Not all {self._count} replicas of RayService {name} answered with version {self._desired['policy_version']} "
             f"within {self.seconds:g} s (generation.start_timeout_seconds + refit_timeout_seconds). KubeRay: {word.status} "
             f"{word.message}. Silent: {'; '.join(map(str, silent)) or 'no replica that answered'}. Answers: "
-            f"{[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in found]}. {self._events()}"
+            f"{[f'{r.replica_id}: version {r.policy_version}, {r.error}' for r in reports]}. {self._events()}"
         )
 
     @property

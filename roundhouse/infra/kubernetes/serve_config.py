@@ -56,8 +56,8 @@ def with_application(text: str | None, application: Object | None) -> str:
     """
     tree = _tree(text)
     others = [each for each in tree["applications"] if each.get("name") != APPLICATION]
-    wanted = [*others, *([] if application is None else [application])]
-    return yaml.safe_dump(tree | {"applications": wanted}, sort_keys=False)
+    applications = [*others, *([] if application is None else [application])]
+    return yaml.safe_dump(tree | {"applications": applications}, sort_keys=False)
 
 
 def _tree(text: str | None) -> Object:
@@ -99,9 +99,9 @@ def told(service: Object) -> Told:
     status = service.get("status") or {}
     generation = int(status.get("observedGeneration") or 0)
     for part in ("pendingServiceStatus", "activeServiceStatus"):
-        found = ((status.get(part) or {}).get("applicationStatuses") or {}).get(APPLICATION)
-        if found is not None:
-            deployments = (found.get("serveDeploymentStatuses") or {}).values()
-            messages = [found.get("message"), *(each.get("message") for each in deployments)]
-            return Told(generation, str(found.get("status")), "\n".join(text for text in messages if text))
+        application = ((status.get(part) or {}).get("applicationStatuses") or {}).get(APPLICATION)
+        if application is not None:
+            deployments = (application.get("serveDeploymentStatuses") or {}).values()
+            messages = [application.get("message"), *(each.get("message") for each in deployments)]
+            return Told(generation, str(application.get("status")), "\n".join(text for text in messages if text))
     return Told(generation, "no application yet")

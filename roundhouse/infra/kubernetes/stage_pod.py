@@ -109,7 +109,7 @@ def pod_failure_policy(container: str, disrupted: Literal["Ignore", "FailJob"]) 
 
 def pod(settings: Pods, container: Manifest, service_account: str, volumes: Sequence[Manifest] = ()) -> Manifest:
     """A pod of one container, with scratch."""
-    found: Manifest = {
+    spec: Manifest = {
         "restartPolicy": "Never",
         "serviceAccountName": service_account,
         "automountServiceAccountToken": False,
@@ -131,7 +131,7 @@ def pod(settings: Pods, container: Manifest, service_account: str, volumes: Sequ
         "nodeSelector": dict(settings.node_selector),
         "tolerations": [accepted.model_dump(exclude_none=True) for accepted in settings.tolerations],
     }
-    return {name: value for name, value in found.items() if value not in (None, {}, [])}
+    return {name: value for name, value in spec.items() if value not in (None, {}, [])}
 
 
 def container(
@@ -153,7 +153,7 @@ def container(
     """
     basic = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     variables = {**basic, LABELS_VARIABLE: json.dumps(identity.about()), **environment}
-    found: Manifest = {
+    manifest: Manifest = {
         "name": name,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
@@ -180,10 +180,10 @@ def container(
     }
     host, _, port = environment.get(METRICS_VARIABLE, "").rpartition(":")
     if port.isdigit() and host and not is_loopback(host.strip("[]")):  # the page for Prometheus is open to others
-        found["ports"] = [{"name": METRICS, "containerPort": int(port)}]
+        manifest["ports"] = [{"name": METRICS, "containerPort": int(port)}]
     if secret:
-        found["envFrom"] = [{"secretRef": {"name": secret}}]
-    return found
+        manifest["envFrom"] = [{"secretRef": {"name": secret}}]
+    return manifest
 
 
 def claimed(name: str, claim: str | None, path: str) -> tuple[list[Manifest], list[Manifest]]:

@@ -152,14 +152,14 @@ class Watched:
 
         try:
             if self._version is None:
-                found = self._cluster.get(self._path, **self._selected())
-                items = {each["metadata"]["uid"]: each for each in found.get("items") or []}
+                listing = self._cluster.get(self._path, **self._selected())
+                items = {each["metadata"]["uid"]: each for each in listing.get("items") or []}
                 with self._lock:
                     self._gone |= {uid: each for uid, each in self._present.items() if uid not in items}
                     self._present = items
                     for each in items.values():
                         self._keep_by_owner(each)
-                self._version = found["metadata"]["resourceVersion"]
+                self._version = listing["metadata"]["resourceVersion"]
                 self.listed.set()
                 self._changed(None)
             for event in self._events():
@@ -232,10 +232,10 @@ def shut(stream: Any) -> None:
     import socket
 
     connection = getattr(stream, "connection", None) or getattr(stream, "_connection", None)
-    found = getattr(connection, "sock", None)
-    if found is not None:
+    sock = getattr(connection, "sock", None)
+    if sock is not None:
         try:
-            found.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
 

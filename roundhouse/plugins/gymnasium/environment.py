@@ -85,8 +85,8 @@ class Gymnasium(GymnasiumEnvironment):
         except ValueError as error:
             return GymStep(f"Invalid action: {error}", metrics={"invalid_action": 1.0})
         observation, reward, terminated, truncated, _ = state.step(action)
-        shown = None if terminated or truncated else self._shown(state, observation)
-        return GymStep(shown, float(reward), terminated=bool(terminated), truncated=bool(truncated))
+        text = None if terminated or truncated else self._shown(state, observation)
+        return GymStep(text, float(reward), terminated=bool(terminated), truncated=bool(truncated))
 
     async def close(self, state: Any) -> None:
         state.close()

@@ -145,9 +145,9 @@ class OpenEnv(GymnasiumEnvironment):
         calls = [item for item in response.get("output", []) if item.get("type") == "function_call"]
         if not self._tools or not calls:
             return await self._text_step(state, final_text(response))
-        outputs, reward, done = {}, 0.0, False
+        outputs, reward, terminated = {}, 0.0, False
         for call in calls:
-            if done:
+            if terminated:
                 outputs[call["call_id"]] = "The episode has ended."
                 continue
             try:
@@ -158,8 +158,8 @@ class OpenEnv(GymnasiumEnvironment):
                 outputs[call["call_id"]] = f"Invalid tool call: {error}"
                 continue
             outputs[call["call_id"]] = _tool_output(data)
-            reward, done = reward + _reward(data), _done(data)
-        return GymStep(None, reward, terminated=done, tool_outputs=outputs)
+            reward, terminated = reward + _reward(data), _done(data)
+        return GymStep(None, reward, terminated=terminated, tool_outputs=outputs)
 
     async def _text_step(self, state: OpenEnvSession, text: str) -> GymStep:
         try:
@@ -167,8 +167,8 @@ class OpenEnv(GymnasiumEnvironment):
             data = await state.call("step", action)
         except (ValueError, _ActionRefused) as error:
             return GymStep(f"Invalid action: {error}", metrics={"invalid_action": 1.0})
-        done = _done(data)
-        return GymStep(None if done else self._shown(data), _reward(data), terminated=done)
+        terminated = _done(data)
+        return GymStep(None if terminated else self._shown(data), _reward(data), terminated=terminated)
 
     async def close(self, state: OpenEnvSession) -> None:
         await state.close()

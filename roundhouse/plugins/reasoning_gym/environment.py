@@ -99,9 +99,9 @@ def _package() -> Any:
         raise ConfigError(
             f"environment.kind is reasoning_gym, but the package reasoning-gym cannot be imported ({error}): {remedy}."
         ) from error
-    if not (found := version("reasoning-gym")).startswith(VERSION):
+    if not (installed_version := version("reasoning-gym")).startswith(VERSION):
         raise ConfigError(
-            f"environment.kind is reasoning_gym, which needs reasoning-gym {VERSION}x, not {found}: {remedy}."
+            f"environment.kind is reasoning_gym, which needs reasoning-gym {VERSION}x, not {installed_version}: {remedy}."
         )
     return reasoning_gym
 
@@ -144,7 +144,7 @@ def _composite(gym: Any, parts: Mapping[str, ReasoningGymPart], common: Mapping[
     specs = []
     for index, (name, part) in enumerate(parts.items()):
         own = dict(common, seed=common["seed"] + index + 1)  # as its composite derives them
-        made = _made(gym, name, part.options, part.level, own, f"environment.datasets.{name}")
-        options = {key: getattr(made.config, key) for key in made.config.__dataclass_fields__}
+        dataset = _made(gym, name, part.options, part.level, own, f"environment.datasets.{name}")
+        options = {key: getattr(dataset.config, key) for key in dataset.config.__dataclass_fields__}
         specs.append(gym.composite.DatasetSpec(name=name, weight=part.weight, config=options))
     return gym.create_dataset("composite", datasets=specs, **common)

@@ -66,12 +66,12 @@ class SkyRLGym(GymnasiumEnvironment):
 
     async def reset(self, row: TaskRow) -> tuple[Any, str | None]:
         extras = {name: value for name, value in row.items() if name not in (PARAMETERS, "prompt", "task_id")}
-        made = self._class or self._gym.make
+        factory = self._class or self._gym.make
         names = () if self._class is not None else (self._env or row["env_class"],)
-        env = await asyncio.to_thread(made, *names, env_config=self._config, extras=extras)
+        env = await asyncio.to_thread(factory, *names, env_config=self._config, extras=extras)
         prompt = [dict(message) for message in row[PARAMETERS]["input"]]
-        shown, _ = await asyncio.to_thread(env.init, prompt)
-        if shown != row[PARAMETERS]["input"]:
+        messages, _ = await asyncio.to_thread(env.init, prompt)
+        if messages != row[PARAMETERS]["input"]:
             raise DataError(
                 f"{type(env).__name__}.init returns another prompt than that of the row. Write it into the data."
             )
@@ -82,10 +82,12 @@ class SkyRLGym(GymnasiumEnvironment):
         output = await asyncio.to_thread(state.step, text)
         if output.get("postprocessed_action") not in (None, text):
             raise DataError(f"{type(state).__name__} rewrites a reply, which differs from the generated tokens.")
-        shown = "\n".join(message["content"] for message in output["observations"] or ())
-        done = bool(output["done"])
+        observation = "\n".join(message["content"] for message in output["observations"] or ())
+        terminated = bool(output["done"])
         metrics = {name: value for name, value in state.get_metrics().items() if isinstance(value, int | float)}
-        return GymStep(None if done else shown, float(output["reward"]), terminated=done, metrics=metrics)
+        return GymStep(
+            None if terminated else observation, float(output["reward"]), terminated=terminated, metrics=metrics
+        )
 
     async def close(self, state: Any) -> None:
         await asyncio.to_thread(state.close)

@@ -91,8 +91,8 @@ class TextArena(GymnasiumEnvironment):
     async def reset(self, row: TaskRow) -> tuple[TextArenaGame, str | None]:
         game = self._started(int(row["seed"]), int(row["seat"]))
         with _own_random(game):
-            observation, done = self._to_policy(game, False)
-        if done:
+            observation, has_ended = self._to_policy(game, False)
+        if has_ended:
             raise DataError(
                 f"The game of seed {row['seed']} ends before the policy's first turn. Choose another opponent or seed."
             )
@@ -100,9 +100,9 @@ class TextArena(GymnasiumEnvironment):
 
     async def step(self, state: TextArenaGame, response: dict[str, Any]) -> GymStep:
         with _own_random(state):
-            done, _ = state.env.step(action=final_text(response))
-            observation, done = self._to_policy(state, done)
-            if not done:
+            has_ended, _ = state.env.step(action=final_text(response))
+            observation, has_ended = self._to_policy(state, has_ended)
+            if not has_ended:
                 return GymStep(observation)
             rewards, info = state.env.close()
         own = info[state.seat]
@@ -167,8 +167,10 @@ def _package() -> Any:
         raise ConfigError(
             f"environment.kind is textarena, but the package textarena cannot be imported ({error}): {remedy}."
         ) from error
-    if not (found := version("textarena")).startswith(VERSION):
-        raise ConfigError(f"environment.kind is textarena, which needs textarena {VERSION}x, not {found}: {remedy}.")
+    if not (installed_version := version("textarena")).startswith(VERSION):
+        raise ConfigError(
+            f"environment.kind is textarena, which needs textarena {VERSION}x, not {installed_version}: {remedy}."
+        )
     return textarena
 
 

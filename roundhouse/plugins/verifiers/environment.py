@@ -134,7 +134,7 @@ class VerifiersAgent:
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
         rollout, client = attempt.rollout, self._client
-        begun, play = time.perf_counter(), Play(attempt)
+        start, play = time.perf_counter(), Play(attempt)
         number, key = self._slots.pop() if self._slots else (next(self._numbers), None)
         play.key = key or play.key
         name = f"slot-{number}"
@@ -146,7 +146,7 @@ class VerifiersAgent:
             answer = await client.exchange({**task, "slot": number, "base_url": url, "api_key": play.key})
             self._slots.append((number, play.key))
         finally:
-            rollout.environment_seconds = max(0.0, time.perf_counter() - begun - rollout.generation_seconds)
+            rollout.environment_seconds = max(0.0, time.perf_counter() - start - rollout.generation_seconds)
             del client.host.plays[name]
         self._judge(attempt, play, answer)
 
@@ -184,7 +184,7 @@ def list_tasks(
         file = Path(folder) / "tasks.json"
         command = _command(python, settings, Path(folder), "--list", str(file))
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, env=dict(variables), timeout=timeout_seconds, capture_output=True, text=True, check=False
             )
         except OSError as error:
@@ -196,7 +196,7 @@ def list_tasks(
                 f"environment.env: the tasks of {name} were not read in environment.start_timeout_seconds "
                 f"({timeout_seconds:g} s). Raise it, or lower environment.tasks."
             ) from error
-        answer = read_json(file.read_bytes()) if file.exists() else {"error": done.stderr[-1000:].strip()}
+        answer = read_json(file.read_bytes()) if file.exists() else {"error": process.stderr[-1000:].strip()}
     if "error" in answer:
         raise ConfigError(
             f"environment.env cannot be loaded by {python}: {answer['error']}. Correct the block, or install the packages: "

@@ -253,12 +253,12 @@ def _joined(sequences: TrainingSequences, chosen: Sequence[np.ndarray], parts: S
         for places, part in zip(tokens, parts, strict=True):
             returns[places] = part.returns
     names = dict.fromkeys(name for part in parts for name in part.sequence_columns)
-    shown = {name: np.full(len(sequences), np.nan) for name in names}
+    sequence_columns = {name: np.full(len(sequences), np.nan) for name in names}
     for places, part in zip(chosen, parts, strict=True):
         for name, values in part.sequence_columns.items():
-            shown[name][places] = values
+            sequence_columns[name][places] = values
     generated = [float(sequences.loss_mask[places].sum()) for places in tokens]
-    return TokenSignals(TokenColumns(**columns), _joined_metrics(parts, chosen, generated), shown, returns)
+    return TokenSignals(TokenColumns(**columns), _joined_metrics(parts, chosen, generated), sequence_columns, returns)
 
 
 def _joined_metrics(
@@ -308,11 +308,11 @@ def build_algorithm(config: TokenLoss) -> Algorithm:
 def load_custom(config: CustomAlgorithmConfig) -> Algorithm:
     """Make `Class(config, **parameters)` of a user's own class."""
     key = f"train.algorithm.target is {config.target!r}"
-    found: type[Any] = load_class(config.target, object, "train.algorithm.target")
-    if lacking := [name for name in _MEMBERS if not hasattr(found, name)]:
+    algorithm_class: type[Any] = load_class(config.target, object, "train.algorithm.target")
+    if lacking := [name for name in _MEMBERS if not hasattr(algorithm_class, name)]:
         raise ConfigError(f"{key}: the class has no {', '.join(lacking)}. {_COMPLETE}")
     try:
-        return found(config, **config.parameters)
+        return algorithm_class(config, **config.parameters)
     except TypeError as error:
         raise ConfigError(
             f"{key}: it cannot be made with train.algorithm.parameters {config.parameters} ({error})."

@@ -132,11 +132,11 @@ def loss_value(loss: TinkerLoss, log_probs: np.ndarray, batch: TokenBatch) -> fl
     total, offset = 0.0, batch.offsets
     for index, datum in enumerate(loss.datums):
         cur = log_probs[offset[index] + 1 : offset[index + 1]].astype(np.float64)
-        given = {name: values.astype(np.float64) for name, values in datum.loss_inputs.items()}
+        inputs = {name: values.astype(np.float64) for name, values in datum.loss_inputs.items()}
         if loss.name == "cross_entropy":
-            total -= float((given["weights"] * cur).sum())
+            total -= float((inputs["weights"] * cur).sum())
             continue
-        ratio, advantages = np.exp(cur - given["logprobs"]), given["advantages"]
+        ratio, advantages = np.exp(cur - inputs["logprobs"]), inputs["advantages"]
         low, high = loss.config.get("clip_low_threshold", 0.0), loss.config.get("clip_high_threshold", np.inf)
         clamped = np.clip(ratio, low, high)
         if loss.name == "cispo":

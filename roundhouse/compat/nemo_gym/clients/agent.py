@@ -296,8 +296,8 @@ def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> 
     # The metadata with seed and top_k in `extra_body`, a JSON text through which model servers take engine parameters
     metadata = params.get("metadata")
     try:
-        given = dict(metadata or {})
-        extra = orjson.loads(given.get("extra_body") or "{}")
+        fields = dict(metadata or {})
+        extra = orjson.loads(fields.get("extra_body") or "{}")
         extra = {**extra, "seed": attempt.rollout.seed}
     except (ValueError, TypeError) as error:
         raise BadTaskRow(f"responses_create_params.metadata.extra_body is not a JSON object: {error}") from error
@@ -313,7 +313,7 @@ def run_request(attempt: RolloutAttempt, agent: str | None, task_index: int) -> 
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_output_tokens": sampling.max_new_tokens,
-            "metadata": {**given, "extra_body": orjson.dumps(extra).decode()},
+            "metadata": {**fields, "extra_body": orjson.dumps(extra).decode()},
         },
     }
     request.pop("_ng_attempt_index", None)  # part of the name already
@@ -388,12 +388,12 @@ def read_answer(reply: Mapping[str, Any], row: TaskRow) -> RunAnswer:
         verdict = checked_verdict(replace(verdict, mask=instance.get("mask_sample", False)))
     # The input as the agent played it (some add to it), or as the row has it
     params = reply.get("responses_create_params")
-    given = params.get("input") if isinstance(params, dict) else None
-    if not isinstance(given, str | list):
-        given = row["responses_create_params"]["input"]
-    if isinstance(given, list):
-        _refuse_malformed_items("responses_create_params.input", given)
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    conversation = params.get("input") if isinstance(params, dict) else None
+    if not isinstance(conversation, str | list):
+        conversation = row["responses_create_params"]["input"]
+    if isinstance(conversation, list):
+        _refuse_malformed_items("responses_create_params.input", conversation)
+    items = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
     return RunAnswer(
         verdict,
         response,

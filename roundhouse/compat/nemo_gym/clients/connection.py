@@ -185,11 +185,11 @@ async def look_up_all(head: Connection, token: str | None = None) -> dict[str, s
         InfraError: as `look_up`.
     """
     tree = await _configuration(head, token)
-    found = {}
+    urls = {}
     for name, _ in _servers(tree, AGENTS):
         with suppress(UnknownAgent):
-            found[name] = server_url(tree, name, head.url)
-    return found
+            urls[name] = server_url(tree, name, head.url)
+    return urls
 
 
 async def look_up_verifiers(head: Connection, *, every: str, token: str | None = None) -> dict[str, str]:

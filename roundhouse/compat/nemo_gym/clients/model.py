@@ -113,9 +113,9 @@ class RolloutPolicy:
         limit = sampling.max_new_tokens if sampling.max_new_tokens < UNLIMITED_TOKENS else None
         compose = chat_body if self._route == "chat" else responses_body
         body = orjson.dumps(compose(without_older_tokens(messages), tools, self._params, limit))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         status, text = await self._answer(body)
-        latency = time.perf_counter() - begun
+        latency = time.perf_counter() - start
         where = f"{self._connection.url}/{self._path}"
         if status != 200:
             raise EngineRejected(f"{where} answered {status}: {text[:2000]}")

@@ -147,24 +147,24 @@ def find_instances(tree: Mapping[str, Any]) -> tuple[list[Instance], list[Almost
     for name, entry in tree.items():
         if name in RESERVED or not isinstance(entry, Mapping):
             continue
-        found = _instance(str(name), entry)
-        if isinstance(found, Instance):
-            instances.append(found)
-        elif found is not None:
-            almost.append(found)
+        server = _instance(str(name), entry)
+        if isinstance(server, Instance):
+            instances.append(server)
+        elif server is not None:
+            almost.append(server)
     return instances, almost
 
 
 def unresolved_references(instances: Iterable[Instance]) -> list[str]:
     """One sentence for each reference to a server that is not there, with the nearest names."""
     instances = list(instances)
-    there = {InstanceReference(one.type, one.name) for one in instances}
+    servers = {InstanceReference(one.type, one.name) for one in instances}
     problems = []
     for instance in instances:
         for field, reference in instance.references().items():
-            if reference in there or reference.name == "???":  # an unset name is reported as such
+            if reference in servers or reference.name == "???":  # an unset name is reported as such
                 continue
-            names = sorted(one.name for one in there if one.type == reference.type)
+            names = sorted(one.name for one in servers if one.type == reference.type)
             near = difflib.get_close_matches(reference.name, names, n=3)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"Configured: {', '.join(names) or 'none'}."
             problems.append(
@@ -244,7 +244,7 @@ def _validated(
 
 def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
     """From the address to ask (any HTTP answer will do) to `<instance>.<field>`."""
-    found: dict[str, str] = {}
+    endpoints: dict[str, str] = {}
     for instance in instances:
         if instance.type != "responses_api_models" or instance.kind == "external":
             continue
@@ -255,8 +255,8 @@ def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
                 if isinstance(url, str) and url.startswith(("http://", "https://")):
                     trimmed = url.rstrip("/")
                     address = f"{trimmed}/models" if trimmed.endswith("/v1") else trimmed
-                    found.setdefault(address, f"{instance.name}.{field}")
-    return found
+                    endpoints.setdefault(address, f"{instance.name}.{field}")
+    return endpoints
 
 
 License = Literal[

@@ -54,22 +54,22 @@ def merge_sources(
         ConfigError: a file or an override cannot be read, or an override hits nothing.
     """
     parsed = [parse_override(text) for text in overrides]
-    given = OmegaConf.merge(
+    overlay = OmegaConf.merge(
         OmegaConf.create(dict(initial or {})),
         *(nested(one.path, one.value) for one in parsed if one.action != "remove"),
     )
     located = roots.find(DOTENV) if dotenv else None
     private = load_yaml(located) if located else OmegaConf.create({})
-    assert isinstance(given, DictConfig)
+    assert isinstance(overlay, DictConfig)
     from_dotenv = config_paths_of(private, DOTENV)
     # The command line adds to the files that it names by themselves, as NeMo Gym joins all of its `+config_paths`
-    told = [
+    command_line_paths = [
         path
         for one in parsed
         if one.path == ("config_paths",) and one.action != "remove"
         for path in config_paths_of(OmegaConf.create({"config_paths": one.value}), "the command line")
     ]
-    named = [*paths, *told] or config_paths_of(given, "the initial values") or from_dotenv
+    named = [*paths, *command_line_paths] or config_paths_of(overlay, "the initial values") or from_dotenv
     layers = read_layers(named, roots)
     if set(from_dotenv) - set(layers.paths):
         layers.warnings.append(f"The files named here take the place of {DOTENV}'s config_paths: {from_dotenv}.")
@@ -77,7 +77,7 @@ def merge_sources(
     parsed = [one for one in parsed if one.path != ("config_paths",) or one.action == "remove"]
     for override in parsed:
         _check_key(override, below)
-    tree = _plain(OmegaConf.merge(below, given))
+    tree = _plain(OmegaConf.merge(below, overlay))
     for override in parsed:
         if override.action == "remove":
             node = tree
@@ -103,10 +103,10 @@ def _check_key(override: Override, below: Tree) -> None:
         if made_later and override.action == "change":
             return
         if not isinstance(node, dict) or key not in node:
-            there = ", ".join(map(str, node)) if isinstance(node, dict) else "no keys"
+            contents = ", ".join(map(str, node)) if isinstance(node, dict) else "no keys"
             parent = ".".join(override.path[:depth]) or "the configuration"
             remedy = f" To add it, write ++{override.text}." if override.action == "change" else ""
-            raise ConfigError(f"{override.text!r}: {parent} has no {key!r}; it has {there}.{remedy}")
+            raise ConfigError(f"{override.text!r}: {parent} has no {key!r}; it has {contents}.{remedy}")
         node = node[key]
     if override.action == "remove" and override.has_value and node != override.value:
         raise ConfigError(f"{override.text!r}: {'.'.join(override.path)} is {node!r}.")
@@ -175,15 +175,15 @@ class _Expansion:
 
     def expand(self, node: Any, where: KeyPath) -> Any:
         if isinstance(node, dict):
-            given = node.get(DELETE)
-            if given is None:
+            deletion = node.get(DELETE)
+            if deletion is None:
                 unwanted = set()
             else:
-                if not isinstance(given, str):
+                if not isinstance(deletion, str):
                     raise ConfigError(
-                        f"{'.'.join(where)}.{DELETE} is {given!r}; give names separated by commas, in one text."
+                        f"{'.'.join(where)}.{DELETE} is {deletion!r}; give names separated by commas, in one text."
                     )
-                unwanted = {name.strip() for name in given.split(",") if name.strip()}
+                unwanted = {name.strip() for name in deletion.split(",") if name.strip()}
             own = {
                 key: child for key, child in node.items() if key not in (INHERIT, COPY, DELETE) and key not in unwanted
             }
@@ -196,14 +196,14 @@ class _Expansion:
                 return MISSING
             if not isinstance(source, dict):
                 raise ConfigError(f"{'.'.join(where)} is made from {named!r}, which is not a mapping.")
-            made = merged(source, expanded)
+            mapping = merged(source, expanded)
             for key in sorted(unwanted - node.keys()):
-                if key not in made:
+                if key not in mapping:
                     raise ConfigError(
-                        f"{'.'.join(where)}.{DELETE} names {key!r}, which is missing. Present: {', '.join(made)}."
+                        f"{'.'.join(where)}.{DELETE} names {key!r}, which is missing. Present: {', '.join(mapping)}."
                     )
-                del made[key]
-            return made
+                del mapping[key]
+            return mapping
         if isinstance(node, list):
             return [self.expand(child, (*where, str(index))) for index, child in enumerate(node)]
         if isinstance(node, str) and (call := _CALL.fullmatch(node)):
@@ -232,10 +232,10 @@ class _Expansion:
             if isinstance(node, dict) and (INHERIT in node or COPY in node):
                 node = self.expand(node, parent)
             if not isinstance(node, dict) or key not in node:
-                there = ", ".join(map(str, node)) if isinstance(node, dict) else repr(node)
+                contents = ", ".join(map(str, node)) if isinstance(node, dict) else repr(node)
                 raise ConfigError(
                     f"{name} is made from {dotted!r}, but {'.'.join(parent) or 'the configuration'} has no {key!r}; it has: "
-                    f"{there}."
+                    f"{contents}."
                 )
             node = node[key]
         if moves:
@@ -299,9 +299,9 @@ def _child(node: Any, key: Any, where: KeyPath, unfilled: dict[KeyPath, str]) ->
         value = node[key]
     except (OmegaConfBaseException, ValueError, KeyError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if found := _NOT_FOUND.search(first):
+        if match := _NOT_FOUND.search(first):
             reason = (
-                f"refers to {found[1]!r}, which is not set. Set it on the command line (++{found[1]}=…) or in env.yaml"
+                f"refers to {match[1]!r}, which is not set. Set it on the command line (++{match[1]}=…) or in env.yaml"
             )
         else:
             reason = first

@@ -276,12 +276,12 @@ def use_own_servers(tree: dict[str, Any]) -> list[str]:
     """Replace in place; the names of the instances that were."""
     replaced = []
     for name, entry in tree.items():
-        for implementation, (server_type, told) in _REPLACED.items():
+        for implementation, (server_type, defaults) in _REPLACED.items():
             block = entry.get(server_type) if isinstance(entry, dict) else None
             fields = block.pop(implementation, None) if isinstance(block, dict) else None
             if isinstance(fields, dict):
                 own = {key: value for key, value in fields.items() if key != "entrypoint"}
-                block[OWN[server_type]] = {**told, **own}  # type: ignore[index]
+                block[OWN[server_type]] = {**defaults, **own}  # type: ignore[index]
                 replaced.append(str(name))
     return replaced
 

@@ -86,8 +86,8 @@ class SearchRoots:
         return None
 
     def candidates(self, path: str | Path) -> list[Path]:
-        given = Path(path).expanduser()
-        return [given] if given.is_absolute() else [root / given for root in self.roots]
+        candidate = Path(path).expanduser()
+        return [candidate] if candidate.is_absolute() else [root / candidate for root in self.roots]
 
 
 @dataclass(slots=True)
@@ -159,9 +159,9 @@ def config_paths_of(tree: DictConfig, where: str) -> list[str]:
     Raises:
         ConfigError: `config_paths` is not a list of texts.
     """
-    found: Any = tree.get("config_paths") or []
-    paths = [found] if isinstance(found, str) else list(found)
-    if isinstance(found, str) or not all(isinstance(path, str) for path in paths):
+    value: Any = tree.get("config_paths") or []
+    paths = [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{where}: config_paths is {paths!r}; it must be a list of paths.")
     return paths
 

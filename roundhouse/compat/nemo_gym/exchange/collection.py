@@ -131,19 +131,19 @@ def resume(files: CollectionFiles) -> Remaining:
     Raises:
         DataError: the materialized inputs cannot be read, or the indexes of a row are missing.
     """
-    wanted = []
+    rows = []
     for number, row in iter_rows(files.materialized_inputs):
         if not is_index(row.get(TASK)) or not is_index(row.get(ROLLOUT)):
             raise DataError(
                 f"{files.materialized_inputs}, line {number} has {TASK} {row.get(TASK)!r} and {ROLLOUT} {row.get(ROLLOUT)!r}; "
                 "both are whole numbers from 0. Start afresh."
             )
-        wanted.append(row)
+        rows.append(row)
     for path in (files.rollouts, files.failures):
         mend_tail(path)
-    done = (row for _, row in iter_rows(files.rollouts)) if files.rollouts.exists() else ()
+    rollouts = (row for _, row in iter_rows(files.rollouts)) if files.rollouts.exists() else ()
     failures = (row for _, row in iter_rows(files.failures)) if files.failures.exists() else ()
-    return remaining(wanted, done, failures, max_attempts())
+    return remaining(rows, rollouts, failures, max_attempts())
 
 
 async def collect(
@@ -182,8 +182,8 @@ async def write_aggregate(files: CollectionFiles, source: RolloutSource) -> None
         by_agent.setdefault(row["agent_ref"]["name"], []).append(light(row))
     entries = []
     for name, rows in by_agent.items():
-        found = await source.aggregate(name, sorted(rows, key=key_of))
-        entries.append({"agent_ref": {"name": name}} | found)
+        metrics = await source.aggregate(name, sorted(rows, key=key_of))
+        entries.append({"agent_ref": {"name": name}} | metrics)
     files.aggregate_metrics.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2))
 
 

@@ -145,14 +145,14 @@ def foreign_rollout(
         turns=calls.turns,
     )
     _judge(rollout, row, known=task or {}, malformed=calls.malformed, incomplete=_incomplete(response))
-    given = None if output is None else len(begin)
+    input_count = None if output is None else len(begin)
     from_task = [name for name, value in row.items() if name in own_task and _same(own_task[name], value)]
     left = dict(row) | dict.fromkeys(from_task)
-    if given is None or "response" in from_task:
+    if input_count is None or "response" in from_task:
         remnant = Remnant(left, from_task)
     else:
         left["response"] = row["response"] | {"output": None}
-        remnant = Remnant(left, from_task, given, calls.places, calls.log_probs)
+        remnant = Remnant(left, from_task, input_count, calls.places, calls.log_probs)
     return rollout, remnant
 
 

@@ -91,28 +91,28 @@ def result_row(rollout: Rollout, address: Address, reply: Row | None = None) -> 
     Args:
         reply: the verifier's answer; its further fields stay at the top of the row.
     """
-    given = len(input_items(rollout.task))
-    derived = rollout.items[:given] == input_items(rollout.task)
-    output = rollout.items[given:] if derived else rollout.items
+    input_count = len(input_items(rollout.task))
+    derived = rollout.items[:input_count] == input_items(rollout.task)
+    output = rollout.items[input_count:] if derived else rollout.items
     # The item of each turn that takes its token fields; None if none does, or it has such fields already
     places = last_items(output, len(rollout.turns))
     placed = [
         None if place is None or any(name in output[place] for name in TOKEN_FIELDS) else place for place in places
     ]
     prompts = rebuild_prompts(rollout.turns)
-    shown = list(output)
+    response_items = list(output)
     turns = []
     for place, turn, prompt in zip(placed, rollout.turns, prompts, strict=True):
         own_turn: Row = {"item": place, **{name: getattr(turn, name) for name in TURN_SCALARS}}
         if place is None:
             own_turn = with_tokens(own_turn, turn, prompt)
         else:
-            shown[place] = with_tokens(shown[place], turn, prompt)
+            response_items[place] = with_tokens(response_items[place], turn, prompt)
         turns.append(own_turn)
     params = rollout.task.get("responses_create_params")
     response = response_object(
         f"resp_{rollout.seed:08x}",
-        shown,
+        response_items,
         model="policy",
         created_at=rollout.started_at,
         finish_reason="length" if rollout.status is Status.TRUNCATED else "stop",
@@ -218,11 +218,11 @@ _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 def input_items(task: dict[str, Any]) -> list[Item]:
     """Return the first conversation of a task row as items; empty for a row without one."""
     params = task.get("responses_create_params")
-    given = params.get("input") if isinstance(params, dict) else None
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    if isinstance(given, list) and all(isinstance(item, dict) for item in given):
-        return [{"type": "message", **item} for item in given]
+    conversation = params.get("input") if isinstance(params, dict) else None
+    if isinstance(conversation, str):
+        return [{"type": "message", "role": "user", "content": conversation}]
+    if isinstance(conversation, list) and all(isinstance(item, dict) for item in conversation):
+        return [{"type": "message", **item} for item in conversation]
     return []
 
 

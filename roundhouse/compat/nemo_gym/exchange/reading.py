@@ -107,10 +107,10 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
         DataError: a file cannot be read, or holds a (task, rollout) twice.
     """
     # Line numbers, keys and rows of the materialized inputs; empty without this file
-    asked, answered = _Indexes(), _Indexes()
+    input_indexes, result_indexes = _Indexes(), _Indexes()
     tasks = (
         [
-            (number, asked.key(row, number, files.materialized_inputs.name), row)
+            (number, input_indexes.key(row, number, files.materialized_inputs.name), row)
             for number, row in iter_rows(files.materialized_inputs)
         ]
         if files.materialized_inputs.exists()
@@ -118,9 +118,9 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     )
     _refuse_twice(files.materialized_inputs.name, [(number, key) for number, key, _ in tasks])
     converter = _Converter({key: row for _, key, row in tasks}, policy_version)
-    judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts, answered)]
+    judged = [converter.converted(line) for line in _lines("rollouts", files.rollouts, result_indexes)]
     _refuse_twice("the rollouts file", [(line.number, line.key) for line in judged])
-    failures = list(_lines("failures", files.failures, answered)) if files.failures.exists() else []
+    failures = list(_lines("failures", files.failures, result_indexes)) if files.failures.exists() else []
     known = {line.key for line in judged}
     newest = {line.key: line for line in failures if line.key not in known}
     failed = [converter.converted(line) for line in newest.values()]
@@ -132,15 +132,15 @@ def read_collection(files: CollectionFiles, *, policy_version: int = 0) -> Colle
     rollouts = [line.rollout for line in chosen if line.rollout is not None]
     in_order = [line for line in chosen if line.file == "failures"]
     same_lines = len(in_order) == len(failures) and all(map(operator.is_, in_order, failures))
-    given: dict[Key, tuple[Rollout, Row]] = {}
+    records: dict[Key, tuple[Rollout, Row]] = {}
     for line, rollout, place in zip(chosen, rollouts, addresses(rollouts), strict=True):
         line.plain = line.address == place
-        given[line.key] = rollout, materialized_row(rollout, place)
-    same_tasks = [row for _, _, row in tasks] == [given[key][1] for key in sorted(given)]
+        records[line.key] = rollout, materialized_row(rollout, place)
+    same_tasks = [row for _, _, row in tasks] == [records[key][1] for key in sorted(records)]
     originals: list[Original] = []  # empty if the records alone restore all lines, in their order
     if not (same_lines and same_tasks and all(line.plain for line in chosen)):
         originals = [line.original() for line in [*judged, *failures]] + [
-            _original_task(number, row, given.get(key)) for number, key, row in tasks
+            _original_task(number, row, records.get(key)) for number, key, row in tasks
         ]
     return CollectedFiles(rollouts, originals)
 
@@ -342,27 +342,27 @@ def import_rollouts(
             with path.open("rb") as file:
                 hashed.update(hashlib.file_digest(file, "sha256").digest())
     digest = hashed.hexdigest()
-    if (done := stage.reference()) is not None:
-        manifest = read_manifest(done)
+    if (reference := stage.reference()) is not None:
+        manifest = read_manifest(reference)
         if manifest.provenance.config_digest != digest:
             raise StoreError(
-                f"{done.uri} exists and was imported from other files ({manifest.details.get('imported')}). "
+                f"{reference.uri} exists and was imported from other files ({manifest.details.get('imported')}). "
                 "Give the import another --name or --version."
             )
-        return done
-    found = read_collection(files, policy_version=policy_version)
-    versions = {turn.policy_version for rollout in found.rollouts for turn in rollout.turns}
+        return reference
+    collection = read_collection(files, policy_version=policy_version)
+    versions = {turn.policy_version for rollout in collection.rollouts for turn in rollout.turns}
     provenance = Provenance(
         policy_version=max(versions, default=policy_version), config_digest=digest, code_version=code_version(), seed=0
     )
     attempt = stage.begin(provenance)
-    for start in range(0, max(1, len(found.rollouts)), PART_ROLLOUTS):
-        part = found.rollouts[start : start + PART_ROLLOUTS]
+    for start in range(0, max(1, len(collection.rollouts)), PART_ROLLOUTS):
+        part = collection.rollouts[start : start + PART_ROLLOUTS]
         attempt.write_table("turns", turns_table(part))
         attempt.write_table("rollouts", rollouts_table(part))
-    if found.originals:
-        attempt.write_table(DATASET, originals_table(found.originals))
-    ledger = Ledger.from_rollouts(found.rollouts, requested=len(found.rollouts))
+    if collection.originals:
+        attempt.write_table(DATASET, originals_table(collection.originals))
+    ledger = Ledger.from_rollouts(collection.rollouts, requested=len(collection.rollouts))
     details: dict[str, Any] = {"failures": ledger.failures, "imported": str(files.rollouts)}
     return attempt.commit(counts=ledger.counts(), details=details)
 

@@ -70,12 +70,12 @@ def repeat_level_metrics(
 def across_repeats(repeats: Sequence[Metrics]) -> Metrics:
     """Return the statistics of each estimate (`mean/…`, and metrics of an environment's own) over the repeats."""
     names = dict.fromkeys(name for repeat in repeats for name in repeat if is_estimate(name))
-    found: Metrics = {}
+    metrics: Metrics = {}
     for name in names:
         values = [repeat[name] for repeat in repeats if _is_finite(repeat.get(name))]
         if values:
-            found |= {f"{statistic}{ACROSS}{name}": value for statistic, value in _spread(values, "se").items()}
-    return found
+            metrics |= {f"{statistic}{ACROSS}{name}": value for statistic, value in _spread(values, "se").items()}
+    return metrics
 
 
 def add_own_metrics(

@@ -115,47 +115,47 @@ async def begin(asked: Reverification, verifiers: Verifiers) -> tuple[Collection
             raise ConfigError(
                 f"{path} exists. Pass --overwrite to remove it, --resume to continue it, or name another --output."
             )
-    kept: list[Row] = []
+    judged_rows: list[Row] = []
     if asked.judge_failed_only:
         present: set[Key] = set() if fresh else {key_of(row) for row in _rows(files.rollouts)}
-        kept = _new(_rows(asked.rollouts.rollouts), present)
+        judged_rows = _new(_rows(asked.rollouts.rollouts), present)
         failed = (row for row in _rows(asked.rollouts.failures) if row.get(FAILURE) == JUDGE_FAILED)
         rows = _new(failed, present)
     else:
         rows = [row for _, row in iter_rows(asked.rollouts.rollouts)]
     inputs = {_key(asked.inputs, number, row): row for number, row in iter_rows(asked.inputs)}
-    wanted = [_payload(inputs, row, asked.inputs) for row in islice(rows, asked.limit)]
+    payloads = [_payload(inputs, row, asked.inputs) for row in islice(rows, asked.limit)]
     for path in results if fresh else ():
         path.unlink(missing_ok=True)
-    if kept:  # the judged rollouts go to the output as they are
+    if judged_rows:  # the judged rollouts go to the output as they are
         with Appender(files.rollouts) as file:
-            for row in kept:
+            for row in judged_rows:
                 file.append(row)
     if not asked.resume:
-        return files, Remaining(wanted)
-    return files, remaining(wanted, _rows(files.rollouts), _rows(files.failures), max_attempts())
+        return files, Remaining(payloads)
+    return files, remaining(payloads, _rows(files.rollouts), _rows(files.failures), max_attempts())
 
 
 def _new(rows: Iterable[Row], present: set[Key]) -> list[Row]:
     """Return the rows with new keys, each once, and add their keys to `present`."""
-    found: list[Row] = []
+    new_rows: list[Row] = []
     for row in rows:
         if key_of(row) not in present:
-            found.append(row)
+            new_rows.append(row)
             present.add(key_of(row))
-    return found
+    return new_rows
 
 
 def _payload(inputs: Mapping[Key, Row], rollout: Row, path: Path) -> Row:
-    given = inputs.get((rollout.get(TASK, -1), rollout.get(ROLLOUT, -1)))
-    if given is None:
+    task_row = inputs.get((rollout.get(TASK, -1), rollout.get(ROLLOUT, -1)))
+    if task_row is None:
         raise DataError(
             f"The rollout {rollout.get(TASK)}-{rollout.get(ROLLOUT)} has no row in {path}. Name the materialized inputs of "
             f"that collection."
         )
     if not isinstance(rollout.get("response"), dict):
         raise DataError(f"The rollout {rollout[TASK]}-{rollout[ROLLOUT]} has no response that could be judged.")
-    return given | {"response": rollout["response"]}
+    return task_row | {"response": rollout["response"]}
 
 
 def _key(path: Path, number: int, row: Row) -> Key:
@@ -180,9 +180,9 @@ async def verifiers_of_head(url: str, seconds: float) -> Verifiers:
 
     connection = Connection(url, SHORT_SECONDS, key="--head")
     try:
-        found: dict[str, Any] = await look_up_verifiers(connection, every=EVERY)
+        verifiers: dict[str, Any] = await look_up_verifiers(connection, every=EVERY)
     finally:
         await connection.close()
-    if not found:
+    if not verifiers:
         raise ConfigError(f"--head is {url}, which knows no resources server that judges an agent's rows.")
-    return Verifiers(found, seconds, key="--head")
+    return Verifiers(verifiers, seconds, key="--head")

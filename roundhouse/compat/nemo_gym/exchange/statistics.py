@@ -206,9 +206,9 @@ def means(metrics: Metrics) -> Metrics:
 def light(row: VerifiedRow) -> Metrics:
     """A rollout as it is sent to /aggregate_metrics: without conversation and captures, its token usage kept."""
     heavy = ("response", "responses_create_params", "ng_agent_observations", "ng_model_call_capture", "ng_trajectory")
-    kept = {name: value for name, value in row.items() if name not in heavy and name != "_roundhouse"}
+    light_row = {name: value for name, value in row.items() if name not in heavy and name != "_roundhouse"}
     usage = _usage(row)
-    return {**kept, "response": {"usage": usage}} if usage else kept
+    return {**light_row, "response": {"usage": usage}} if usage else light_row
 
 
 def expected_by_task(rows: Iterable[VerifiedRow]) -> Counter[Any]:
@@ -243,22 +243,25 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
     Raises:
         DataError: a rollout is without its row, occurs twice, or is missing while `allow_partial` is False.
     """
-    wanted = _by_key(inputs, "the materialized inputs")
-    found = _by_key(rollouts, "the rollouts")
-    _refuse(found.keys() - wanted.keys(), "rollout(s) belong to no row of the materialized inputs")
+    input_rows = _by_key(inputs, "the materialized inputs")
+    rollout_rows = _by_key(rollouts, "the rollouts")
+    _refuse(rollout_rows.keys() - input_rows.keys(), "rollout(s) belong to no row of the materialized inputs")
     if not allow_partial:
-        _refuse(wanted.keys() - found.keys(), "row(s) have no rollout; --allow-partial profiles the others. Missing")
-    masked = {key for key, row in found.items() if row.get(MASK)}  # were played, and are in no statistic
-    expected = expected_by_task(row for key, row in wanted.items() if key not in masked)
-    ordered = [found[key] for key in sorted(found.keys() - masked)]
+        _refuse(
+            input_rows.keys() - rollout_rows.keys(),
+            "row(s) have no rollout; --allow-partial profiles the others. Missing",
+        )
+    masked = {key for key, row in rollout_rows.items() if row.get(MASK)}  # were played, and are in no statistic
+    expected = expected_by_task(row for key, row in input_rows.items() if key not in masked)
+    ordered = [rollout_rows[key] for key in sorted(rollout_rows.keys() - masked)]
     tasks = []
     for own in rollouts_by_task(ordered):
-        asked = wanted[own[0][TASK], own[0][ROLLOUT]]
-        sample = {name: value for name, value in asked.items() if name not in (TASK, ROLLOUT)}
+        input_row = input_rows[own[0][TASK], own[0][ROLLOUT]]
+        sample = {name: value for name, value in input_row.items() if name not in (TASK, ROLLOUT)}
         tasks.append(group_metrics(own, expected[own[0][TASK]], sample))
     agents: dict[str, list[Row]] = {}
-    for key in sorted(found):
-        agents.setdefault(wanted[key]["agent_ref"]["name"], []).append(found[key])
+    for key in sorted(rollout_rows):
+        agents.setdefault(input_rows[key]["agent_ref"]["name"], []).append(rollout_rows[key])
     by_agent: list[Metrics] = []
     by_repeat: list[Metrics] = []
     for name, agent_rows in sorted(agents.items()):
@@ -267,34 +270,34 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
         repeats = repeat_level_metrics(measured, numbers)
         by_agent.append(describe(measured) | across_repeats(repeats) | coverage(agent_rows) | reference)
         by_repeat += [reference | entry for entry in repeats]
-    return Profile(tasks, by_agent, by_repeat, len(wanted), len(found))
+    return Profile(tasks, by_agent, by_repeat, len(input_rows), len(rollout_rows))
 
 
 def write_profile(files: CollectionFiles, inputs: Path | None = None, *, allow_partial: bool = False) -> Profile:
     """Profile a collection and write the result next to it; `inputs` are its materialized inputs, if they are elsewhere."""
     rollouts = (light(row) for _, row in iter_rows(files.rollouts))
-    found = profile(read_rows(inputs or files.materialized_inputs), rollouts, allow_partial=allow_partial)
-    write_rows(files.reward_profile, found.tasks)
-    files.agent_metrics.write_bytes(orjson.dumps(found.agents))
-    files.repeat_metrics.write_bytes(orjson.dumps(found.repeats))
-    return found
+    collection_profile = profile(read_rows(inputs or files.materialized_inputs), rollouts, allow_partial=allow_partial)
+    write_rows(files.reward_profile, collection_profile.tasks)
+    files.agent_metrics.write_bytes(orjson.dumps(collection_profile.agents))
+    files.repeat_metrics.write_bytes(orjson.dumps(collection_profile.repeats))
+    return collection_profile
 
 
 def _by_key(rows: Iterable[Row], where: str) -> dict[Key, Row]:
-    found: dict[Key, Row] = {}
+    rows_by_key: dict[Key, Row] = {}
     for row in rows:
         if row.get(TASK) is None or row.get(ROLLOUT) is None:
             raise DataError(f"A row of {where} has no {TASK} and {ROLLOUT}: it cannot be profiled.")
-        if key_of(row) in found:
+        if key_of(row) in rows_by_key:
             raise DataError(f"Task {row[TASK]}, rollout {row[ROLLOUT]} stands twice in {where}.")
-        found[key_of(row)] = row
-    return found
+        rows_by_key[key_of(row)] = row
+    return rows_by_key
 
 
 def _refuse(keys: Iterable[Key], what: str) -> None:
-    if found := sorted(keys):
-        shown = ", ".join(f"{task}:{rollout}" for task, rollout in found[:MOST_SHOWN])
-        raise DataError(f"{len(found)} {what}: {shown}{', …' if len(found) > MOST_SHOWN else ''}.")
+    if bad_keys := sorted(keys):
+        examples = ", ".join(f"{task}:{rollout}" for task, rollout in bad_keys[:MOST_SHOWN])
+        raise DataError(f"{len(bad_keys)} {what}: {examples}{', …' if len(bad_keys) > MOST_SHOWN else ''}.")
 
 
 Score = Callable[[Mapping[str, Any]], Mapping[str, float | bool]]
@@ -341,8 +344,8 @@ def pass_rates(
                 answers = [[rollout.get(answer_key) for rollout in rollouts] for rollouts in tasks]
                 rates[f"majority@{k}/{name}"] = 100.0 * statistics.fmean(
                     [
-                        majority(given[:k], [one.get(name) for one in own[:k]])
-                        for given, own in zip(answers, scores, strict=True)
+                        majority(own_answers[:k], [one.get(name) for one in own[:k]])
+                        for own_answers, own in zip(answers, scores, strict=True)
                     ]
                 )
     return rates | ({"per_sample_aggregate": {name: means for name, means in runs.items() if means}} if tasks else {})
@@ -361,10 +364,10 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
 
 def majority(answers: Sequence[Any], scores: Sequence[float | None]) -> float:
     """Return the score of the most frequent answer; the mean if several are equally frequent, 0 without any answer."""
-    given = [(a, s) for a, s in zip(answers, scores, strict=True) if a is not None and s is not None]
-    if not given:
+    pairs = [(a, s) for a, s in zip(answers, scores, strict=True) if a is not None and s is not None]
+    if not pairs:
         return 0.0
-    votes = Counter(given)
+    votes = Counter(pairs)
     most = max(votes.values())
     return statistics.fmean([score for (_, score), count in votes.items() if count == most])
 

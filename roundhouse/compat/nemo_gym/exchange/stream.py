@@ -316,12 +316,12 @@ async def agents_of_head(url: str) -> dict[str, str]:
     """
     connection = Connection(url, SHORT_SECONDS, key="--head")
     try:
-        found = await look_up_all(connection)
+        agents = await look_up_all(connection)
     finally:
         await connection.close()
-    if not found:
+    if not agents:
         raise ConfigError(f"--head is {url}, which knows no agent that has an address. Is the configuration started?")
-    return found
+    return agents
 
 
 ENGINE_GONE = classify(EngineUnreachable())[1]

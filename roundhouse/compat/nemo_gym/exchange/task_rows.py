@@ -159,7 +159,7 @@ def materialize(uri: str, how: Materialization) -> list[Row]:
 def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str) -> list[Row]:
     """The rows of numbered lines of the file `name`, one for each rollout."""
     tasks: dict[bytes, int] = {}
-    given: Counter[Any] = Counter()
+    rollout_counts: Counter[Any] = Counter()
     faults: list[str] = []
     rows: list[Row] = []
     for number, line in lines:
@@ -189,7 +189,7 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
         if TASK not in row:
             row[TASK] = tasks.setdefault(line.rstrip(b"\r\n"), len(tasks))
         for _ in range(repeats):
-            rollout_index = given[row[TASK]]
+            rollout_index = rollout_counts[row[TASK]]
             copy = row | {ROLLOUT: rollout_index}
             if how.add_seed:
                 params = row["responses_create_params"]
@@ -199,11 +199,11 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
                     "metadata": metadata | {"extra_body": orjson.dumps(body).decode()}
                 }
             rows.append(copy)
-            given[row[TASK]] += 1
+            rollout_counts[row[TASK]] += 1
     if faults:
         more = f"\n  … and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
-        shown = "".join(f"\n  {fault}" for fault in faults[:MOST_SHOWN])
-        raise DataError(f"{len(faults)} line(s) of {name} are not task rows:{shown}{more}")
+        listing = "".join(f"\n  {fault}" for fault in faults[:MOST_SHOWN])
+        raise DataError(f"{len(faults)} line(s) of {name} are not task rows:{listing}{more}")
     return rows
 
 
@@ -264,13 +264,13 @@ def read_prompt(uri: str) -> PromptTemplate:
     """
     try:
         with fsspec.open(uri, "rb") as file:
-            found: Any = load_yaml(decode_text(file.read(), uri))
+            prompt: Any = load_yaml(decode_text(file.read(), uri))
     except (OSError, ValueError, ImportError, yaml.YAMLError, DataError) as error:
         raise ConfigError(f"The prompt configuration {uri} cannot be read: {error}") from error
-    known = isinstance(found, dict) and isinstance(found.get("user"), str)
-    if not known or not isinstance(found.get("system"), str | None):
+    known = isinstance(prompt, dict) and isinstance(prompt.get("user"), str)
+    if not known or not isinstance(prompt.get("system"), str | None):
         raise ConfigError(f"The prompt configuration {uri} needs `user`, a text, and may have `system`, a text.")
-    return PromptTemplate(found["user"], found.get("system"))
+    return PromptTemplate(prompt["user"], prompt.get("system"))
 
 
 Mode = Literal["train_preparation", "example_validation"]
@@ -316,18 +316,18 @@ def collate(
         path = directory / f"{kind}.jsonl"
         rows = write_rows(path, _rows(own, roots, metrics))
         metrics_path = directory / f"{kind}_metrics.json"
-        shown = own[0].entry.model_dump(mode="json") | metrics.shown()
-        text = json.dumps(shown, indent=4)
+        summary = own[0].entry.model_dump(mode="json") | metrics.shown()
+        text = json.dumps(summary, indent=4)
         if (
             metrics_path.exists()
             and not overwrite
-            and (found := differences(json.loads(metrics_path.read_bytes()), shown))
+            and (changes := differences(json.loads(metrics_path.read_bytes()), summary))
         ):
             conflict = metrics_path.with_name(f"{metrics_path.stem}_conflict.json")
             conflict.write_text(text)
             raise DataError(
-                f"{metrics_path} has other numbers than the data: {'; '.join(found[:5])}. The new ones are in {conflict.name}. "
-                "Delete the file, or collate with --overwrite, if the data was meant to change."
+                f"{metrics_path} has other numbers than the data: {'; '.join(changes[:5])}. The new ones are in "
+                f"{conflict.name}. Delete the file, or collate with --overwrite, if the data was meant to change."
             )
         metrics_path.write_text(text)
         written.append(Collated(path, metrics_path, rows))
@@ -337,10 +337,10 @@ def collate(
 def differences(before: Any, after: Any, path: str = "") -> list[str]:
     """Return the values of `before` that differ in `after`, by path. Further values of `after` are not differences."""
     if isinstance(before, dict) and isinstance(after, dict):
-        found = [f"{path}.{name} is gone" for name in before.keys() - after.keys()]
+        changes = [f"{path}.{name} is gone" for name in before.keys() - after.keys()]
         for name in before.keys() & after.keys():
-            found += differences(before[name], after[name], f"{path}.{name}")
-        return found
+            changes += differences(before[name], after[name], f"{path}.{name}")
+        return changes
     numbers = isinstance(before, int | float) and isinstance(after, int | float)
     if before == after or (numbers and math.isclose(before, after, rel_tol=0, abs_tol=5e-3)):
         return []
@@ -422,8 +422,8 @@ class DatasetMetrics:
         for _ in range(times):
             self.examples += 1
             params = row["responses_create_params"]
-            given, tools = params.get("input"), params.get("tools")
-            items = [{"role": "user"}] if isinstance(given, str) else given or []
+            conversation, tools = params.get("input"), params.get("tools")
+            items = [{"role": "user"}] if isinstance(conversation, str) else conversation or []
             turns = sum(item.get("role") == "user" for item in items)
             self.spreads[WORDS].observe(len(json.dumps(params).split()))
             numbers = {TOOLS: None if tools is None else len(tools), TURNS: turns or None}
@@ -443,7 +443,8 @@ class DatasetMetrics:
         """Return the form of the file."""
         fields = {name: spread.shown() for name, spread in self.numbers.items()}
         counts = {
-            name: {"unique_count": len(found), "total_count": sum(found.values())} for name, found in self.texts.items()
+            name: {"unique_count": len(counter), "total_count": sum(counter.values())}
+            for name, counter in self.texts.items()
         }
         return {
             "Number of examples": self.examples,

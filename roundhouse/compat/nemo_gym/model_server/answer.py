@@ -242,16 +242,16 @@ def responses_body(body: Any) -> Body:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid(["messages"], "a list of messages is required")
     try:
-        asked: Body = {"input": [item for message in body["messages"] for item in _items(message)]}
+        request: Body = {"input": [item for message in body["messages"] for item in _items(message)]}
         system = body.get("system")
         if system and not isinstance(system, str):
             system = "\n".join(block["text"] for block in system if block.get("type") == "text" and block.get("text"))
         names = {"model": "model", "max_tokens": "max_output_tokens", "temperature": "temperature", "top_p": "top_p"}
-        asked |= {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
+        request |= {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
         if system:
-            asked["instructions"] = system
+            request["instructions"] = system
         if body.get("tools"):
-            asked["tools"] = [
+            request["tools"] = [
                 {
                     "type": "function",
                     "name": tool["name"],
@@ -264,14 +264,14 @@ def responses_body(body: Any) -> Body:
         if (choice := body.get("tool_choice")) is not None:
             kind = choice.get("type")
             if kind == "tool":
-                asked["tool_choice"] = {"type": "function", "name": choice["name"]}
+                request["tool_choice"] = {"type": "function", "name": choice["name"]}
             elif kind in _TOOL_CHOICES:
-                asked["tool_choice"] = _TOOL_CHOICES[kind]
+                request["tool_choice"] = _TOOL_CHOICES[kind]
             else:
                 raise invalid(["tool_choice"], f"type {kind!r} is not one of {sorted(_TOOL_CHOICES)} and tool", choice)
     except (KeyError, TypeError, AttributeError) as error:
         raise invalid(["messages"], f"malformed: {error!r}") from error
-    return asked
+    return request
 
 
 def _items(message: Body) -> list[Body]:

@@ -202,10 +202,10 @@ class ModelServer:
         if not isinstance(body, dict) or body.get("stream") is not True:
             chat = chat_from_responses(check_responses(body))
             return orjson.dumps(as_response(await ask(chat), body, self._config)), JSON
-        asked, namespaces = strict_body(body)
-        chat = chat_from_responses(check_responses(asked))
+        request, namespaces = strict_body(body)
+        chat = chat_from_responses(check_responses(request))
         try:
-            response = as_response(await ask(chat), asked, self._config)
+            response = as_response(await ask(chat), request, self._config)
         except InvalidRequest:
             raise
         except Exception as error:  # noqa: BLE001 (the stream's border: its clients read failures from events)
@@ -221,8 +221,8 @@ class ModelServer:
         return sse.chat_chunks(completion, include_usage=include_usage), EVENTS
 
     async def _messages(self, body: Any, ask: Ask) -> Content:
-        asked = answer.responses_body(body)
-        response = as_response(await ask(chat_from_responses(check_responses(asked))), asked, self._config)
+        request = answer.responses_body(body)
+        response = as_response(await ask(chat_from_responses(check_responses(request))), request, self._config)
         message = answer.message_object(response, body.get("model") or self._config.model)
         return (sse.messages_events(message), EVENTS) if body.get("stream") is True else (orjson.dumps(message), JSON)
 
@@ -257,8 +257,8 @@ class ModelServer:
             host = host_name(headers.get(b"host", b"localhost").decode("latin-1"))
             allowed = (caller == "" or is_loopback(caller)) and is_loopback(host) and not PROXY_HEADERS & headers.keys()
         else:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            allowed = presents(given, self._config.capture_token.get_secret_value())
+            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            allowed = presents(authorization, self._config.capture_token.get_secret_value())
         if not allowed:
             return 403, {
                 "detail": "Captures answer to their bearer token, or on this machine only where none is configured."

@@ -163,9 +163,9 @@ def _without_thinking(message: Message, *, keep: bool) -> Message:
     else:
         parts = []
         for part in content:
-            found, text = split_thinking(part.get("text") or "")
-            thoughts += found
-            parts.append({**part, "text": text} if found else part)
+            part_thoughts, text = split_thinking(part.get("text") or "")
+            thoughts += part_thoughts
+            parts.append({**part, "text": text} if part_thoughts else part)
         content = parts
     if not thoughts:
         return message

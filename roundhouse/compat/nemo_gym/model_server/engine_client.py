@@ -298,10 +298,10 @@ class EngineChoice:
         Args:
             tried: engines that have just failed this request; chosen only if no other is in.
         """
-        held = self._session.get(session)
-        if held is not None and held.is_in(now) and held not in tried:
+        session_engine = self._session.get(session)
+        if session_engine is not None and session_engine.is_in(now) and session_engine not in tried:
             self._session.move_to_end(session)
-            return held
+            return session_engine
         ready = [engine for engine in self.engines if engine.is_in(now)]
         ready = [engine for engine in ready if engine not in tried] or ready
         if not ready:

@@ -135,12 +135,16 @@ def strict_body(body: Any) -> tuple[Body, Namespaces]:
         raise invalid([], "an object is required", body)
     namespaces: Namespaces = {}
     strict = {key: value for key, value in body.items() if key in RESPONSES_FIELDS and key != "stream"}
-    given = strict.get("input")
+    input_items = strict.get("input")
     offered = list(strict.get("tools") or ())
-    if isinstance(given, list):
-        offered += [tool for item in given if _kind(item) == "additional_tools" for tool in item.get("tools") or ()]
-        strict["input"] = [_joined_call(item) for item in given if _kind(item) in _SHOWN]
-        _warn_dropped("items", [_kind(item) for item in given if _kind(item) not in _SHOWN | {"additional_tools"}])
+    if isinstance(input_items, list):
+        offered += [
+            tool for item in input_items if _kind(item) == "additional_tools" for tool in item.get("tools") or ()
+        ]
+        strict["input"] = [_joined_call(item) for item in input_items if _kind(item) in _SHOWN]
+        _warn_dropped(
+            "items", [_kind(item) for item in input_items if _kind(item) not in _SHOWN | {"additional_tools"}]
+        )
         # Make the leading system and developer messages one system message, as most chat templates admit no more
         items, texts = strict["input"], [strict.get("instructions") or ""]
         leading = 0

@@ -184,7 +184,7 @@ class _AgentServer:
             text = "A Gymnasium environment is played by /run only: its steps need the task row."
             return answer(ToolResult(orjson.dumps(text).decode(), 501))
         mark = request.scope[KEY]
-        given = {key: value for key, value in request.cookies.items() if key != self._cookie}
+        cookies = {key: value for key, value in request.cookies.items() if key != self._cookie}
         policy = self._model.rollout(
             params, prefix=path_prefix(mark.rollout, capture=mark.capture or (self._captures and bool(mark.rollout)))
         )
@@ -206,12 +206,12 @@ class _AgentServer:
             on_policy=False,
             judges_overflow=self._judges_overflow,
         )
-        session = self._environment.join_session(attempt.rollout.task, given)
+        session = self._environment.join_session(attempt.rollout.task, cookies)
         async with asyncio.timeout(self._config.timeout_seconds):
             episode = ToolEpisode(attempt)
             attempt.response = episode.response(await episode.converse(session))
         reply = json_answer(whole_response(attempt.response_with_tokens() or attempt.response))
-        for key, value in {**given, **policy.cookies}.items():
+        for key, value in {**cookies, **policy.cookies}.items():
             reply.headers.append("set-cookie", f"{key}={value}; path=/; HttpOnly; SameSite=lax")
         return reply
 

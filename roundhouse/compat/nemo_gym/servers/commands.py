@@ -68,7 +68,7 @@ def commands(
     resolution: Resolution, roots: SearchRoots, foreign: Foreign, environ: Mapping[str, str] = os.environ
 ) -> tuple[list[Command], list[str]]:
     """Return a command for every server that we start, and the obstacles of the others."""
-    found: list[Command] = []
+    server_commands: list[Command] = []
     problems: list[str] = []
     shared = {
         **environ,
@@ -78,14 +78,14 @@ def commands(
         environment = {**shared, CONFIG_PATH: instance.name}
         if instance.kind == "own":
             arguments = (sys.executable, "-P", "-m", "roundhouse.compat.nemo_gym.servers.own_server")
-            found.append(Command(instance, arguments, Path.cwd(), environment))
+            server_commands.append(Command(instance, arguments, Path.cwd(), environment))
         elif instance.kind == "foreign":
             command = _foreign(instance, resolution, roots, foreign, environment)
             if isinstance(command, str):
                 problems.append(command)
             else:
-                found.append(command)
-    return found, problems
+                server_commands.append(command)
+    return server_commands, problems
 
 
 def _foreign(
@@ -114,7 +114,7 @@ def _foreign(
     # The packages next to an installed NeMo Gym belong to another interpreter, unless that one runs the server
     shared = [] if package and not package.is_checkout and foreign.python is None else [str(root)]
     paths = [str(directory), *shared, environment.get("PYTHONPATH", "")]
-    told = {
+    variables = {
         **environment,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VIRTUAL_ENV": str(python.parent.parent),
@@ -123,7 +123,7 @@ def _foreign(
         **({"UV_LOCK_TIMEOUT": str(seconds)} if (seconds := resolution.tree.get("uv_lock_timeout_seconds")) else {}),
         "PYTHONUNBUFFERED": "1",
     }
-    return Command(instance, (str(python), entrypoint), directory, told, None if foreign.python else venv)
+    return Command(instance, (str(python), entrypoint), directory, variables, None if foreign.python else venv)
 
 
 def venv_of(directory: Path, venv_root: object) -> Path:

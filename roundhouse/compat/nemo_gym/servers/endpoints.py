@@ -183,8 +183,8 @@ class RolloutPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             mark, path = RolloutMark(), scope["path"]
-            if (found := _PREFIX.match(path)) is not None:
-                mark, path = RolloutMark(found[1], found[2] is not None), path[found.end() :]
+            if (prefix := _PREFIX.match(path)) is not None:
+                mark, path = RolloutMark(prefix[1], prefix[2] is not None), path[prefix.end() :]
                 scope = {**scope, "path": path, "raw_path": path.encode()}
             scope[KEY] = mark
         await self._app(scope, receive, send)

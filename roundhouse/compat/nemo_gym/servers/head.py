@@ -128,7 +128,7 @@ async def ask_statuses(head_url: str) -> list[dict[str, Any]]:
         await head.close()
     servers = read_instances(status, text, head_url)
     fresh = await check_all((one.get("url") or "" for one in servers), SERVER_SECONDS)
-    return [{**one, "status": told} for one, told in zip(servers, fresh, strict=True)]
+    return [{**one, "status": server_status} for one, server_status in zip(servers, fresh, strict=True)]
 
 
 def read_instances(status: int, text: str, head_url: str) -> list[dict[str, Any]]:
@@ -190,10 +190,10 @@ def main() -> None:
     started = time.time()
 
     def servers() -> list[RunningServer]:
-        found = []
+        entries = []
         for instance in (*resolution.instances, *resolution.relays):
             host, port = resolution.address(instance)
-            found.append(
+            entries.append(
                 RunningServer(
                     config_path=instance.name,
                     dir_path=None,
@@ -209,7 +209,7 @@ def main() -> None:
                     url=resolution.base_url(instance),
                 )
             )
-        return found
+        return entries
 
     serve(build_app(resolution, servers), "0.0.0.0", resolution.head_address()[1])
 

@@ -213,8 +213,8 @@ def _is_foreign(command: Command | None) -> bool:
 
 
 def _fields(tree: Object, instance: Instance) -> Object:
-    found: Object = tree[instance.name][instance.type][instance.implementation]
-    return found
+    fields: Object = tree[instance.name][instance.type][instance.implementation]
+    return fields
 
 
 @contextmanager

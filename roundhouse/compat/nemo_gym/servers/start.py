@@ -106,13 +106,13 @@ class GymServers:
     def running(self) -> list[RunningServer]:
         """The answer of /server_instances."""
         children = {child.name: child for child in self._children.all} if self._children else {}
-        found = []
+        servers = []
         for instance in (*self._resolution.instances, *self._resolution.relays):
             process = instance.agents()[0] if instance.kind == "relay" else instance.name
             command, child = self._commands.get(process), children.get(process)
             host, port = self._resolution.address(instance)
             alive = child is None or child.process.poll() is None
-            found.append(
+            servers.append(
                 RunningServer(
                     config_path=instance.name,
                     dir_path=None if command is None else str(command.directory),
@@ -129,7 +129,7 @@ class GymServers:
                     url=self._resolution.base_url(instance),
                 )
             )
-        return found
+        return servers
 
     async def start(self) -> None:
         """Start everything; return when every server has answered once.
