@@ -33,6 +33,7 @@ from tests.chaos.strikes import PLAN_VARIABLE
 from tests.fork_server import ForkServer
 from tests.ports import free_port
 
+ROOT = Path(__file__).parents[2]
 ROUNDHOUSE = Path(sys.executable).with_name("roundhouse")
 START_SECONDS = 300.0
 _QUIET = {"HF_HUB_OFFLINE": "1", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
@@ -142,6 +143,9 @@ class Stand:
         if module is None and PLAN_VARIABLE in (environment or {}):
             module = "tests.chaos.planted"
         path, variables = self.directory / f"{configuration.stem}.log", os.environ | (environment or {})
+        # The product's programs leave the working directory out of their path, and planted steps are a module of the tests
+        paths = [str(ROOT), *filter(None, [variables.get("PYTHONPATH")])]
+        variables |= {"PYTHONPATH": os.pathsep.join(paths)}
         if self.fork_server is not None and not fresh:
             return self.fork_server.start(module or "roundhouse.cli", ["train", str(configuration)], path, variables)
         command = [str(ROUNDHOUSE)] if module is None else [sys.executable, "-m", module]

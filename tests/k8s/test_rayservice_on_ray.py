@@ -91,7 +91,7 @@ def test_a_run_starts_the_application_of_a_rayservice_and_refits_its_replica_in_
                 [again] = engine.ensure(generation, start.uri, start.uri, 2, options)
             assert (again.transport, again.probe, again.pid) == ("store", read["probe"], read["pid"])
             assert "k8s/components/weight-transfer" in str(again.transport_note)
-            with pytest.raises(DeploymentFailed, match="no safetensors files"):
+            with pytest.raises(DeploymentFailed, match="No safetensors files"):
                 engine.ensure(generation, start.uri, f"s3://{bucket}/nothing", 3)
             [last] = engine.ensure(generation, start.uri, start.uri, 4)
             assert (last.probe, last.pid, last.replica_id) == (read["probe"], read["pid"], read["id"])
