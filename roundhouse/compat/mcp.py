@@ -1,51 +1,17 @@
-"""Model Context Protocol (streamable HTTP): the tools of MCP servers in an environment, and an environment's tools over
-MCP.
+"""Model Context Protocol (streamable HTTP): servers as tools of an environment, and an environment as a server.
 
-A connection to one MCP server, which any task can use and close.
+Invariant: `mcp__<server>__<tool>` names one tool, because a server's name holds no double underscore. The policy and
+the record use this name; the environment's verifier gets the bare name. A tool's result is text for the policy,
+including its errors. If a server cannot be reached, does not answer in time, or reports a failure of its
+infrastructure, the attempt fails as infrastructure.
 
-Invariant: the SDK's client lives in one task from its opening to its end, as its cancel scopes require. This task never
-outlives `close`. A tool's result is text for the policy, including its errors. If a server cannot be reached, does not
-answer in time, or reports a failure of its infrastructure, the attempt fails as infrastructure.
-
-    library = await McpConnection.open("library", "http://127.0.0.1:9100/mcp")
-    result = await library.call("mcp__library__define", {"word": "rail"})
-    await library.close()
-
-Names of MCP tools on trajectories, and the fields that our MCP server and client share.
-
-Invariant: `mcp__<server>__<tool>` names one tool, because a server's name holds no double underscore. A name without
-this prefix stays unchanged.
-
-    bare("mcp__weather__get", None)      == "get"
-    bare("mcp__weather__get", "news")    == "mcp__weather__get"
-
-Tools of MCP servers (Model Context Protocol, streamable HTTP) in addition to those of an environment.
-
-Invariant: the policy and the record use the name `mcp__<server>__<tool>`; the environment's verifier gets the bare
-name. Such tools have two sources:
-
-    McpEnvironment    servers that the configuration names. All rollouts share a connection to each: tools that keep state for
-                      one rollout belong into an environment. A broken connection is opened again for the next rollout;
-                      running
-                      calls on the old one end normally.
-    with_offered      a server that a resources server offers in its answer to /seed_session. Each rollout has a
-                      connection with headers that identify the session; it is closed with the session.
+    McpConnection     a connection to one MCP server
+    McpEnvironment    an environment plus the MCP servers that the configuration names
+    with_offered      a session plus the MCP server that a resources server offers in its answer to /seed_session
+    McpEndpoint       the MCP server of an environment
 
     async with McpEnvironment(environment, {"files": "http://127.0.0.1:9100/mcp"}) as environment:
         rollouts = await collect(specs, policy, environment, config, sampling)
-
-The tools of an environment over MCP (streamable HTTP, stateless), each call in the session of its rollout.
-
-Invariant: a call's token alone decides its session, and only this process can sign it. A call with a missing, altered
-or foreign token reaches no session. Names lose this server's prefix before a verdict, so that a rollout is judged alike
-over MCP and over plain routes.
-
-    /seed_session  ->  {"mcp": {"server_name": "calc", "url_path": "/mcp", "transport": "http",
-                                "headers": {"X-NeMo-Gym-Session-Token": "eyJ…"}}}
-    POST /mcp with that header: tools/list, tools/call
-
-The result of a failed tool has `isError` and the text that the plain route would answer. A failure of the
-infrastructure, and an invalid token, are JSON-RPC errors with `data: {"failure": "infra"}`.
 """
 
 from __future__ import annotations
@@ -110,7 +76,15 @@ _LOST = (httpx2.HTTPError, OSError, anyio.ClosedResourceError, anyio.BrokenResou
 
 
 class McpConnection:
-    """A server's tools, by the names that the policy sees."""
+    """Connection to one MCP server, with its tools by the names that the policy sees; any task can use and close it.
+
+    Invariant: the SDK's client lives in one task from its opening to its end, as its cancel scopes require. This task
+    never outlives `close`.
+
+        library = await McpConnection.open("library", "http://127.0.0.1:9100/mcp")
+        result = await library.call("mcp__library__define", {"word": "rail"})
+        await library.close()
+    """
 
     def __init__(self, server: str, url: str, headers: Mapping[str, str] | None = None) -> None:
         """Use `open`."""
@@ -266,12 +240,18 @@ _PREFIX = "mcp__"
 
 
 def full(server: str, tool: str) -> str:
-    """The name that the policy sees."""
+    """Return the name that the policy sees."""
     return f"{_PREFIX}{server}__{tool}"
 
 
 def bare(name: str, server: str | None = None) -> str:
-    """The tool's own name. With `server`, only that server's prefix counts."""
+    """Return the tool's bare name.
+
+        bare("mcp__weather__get", None)      == "get"
+        bare("mcp__weather__get", "news")    == "mcp__weather__get"
+
+    With `server`, only that server's prefix is removed. A name without the prefix stays unchanged.
+    """
     if server is not None:
         return name.removeprefix(full(server, ""))
     if not name.startswith(_PREFIX):
@@ -293,7 +273,11 @@ def bare_response(response: Mapping[str, Any], server: str | None = None) -> dic
 
 
 class McpEnvironment(ClosedOnExit):
-    """An environment that also offers its policy the tools of MCP servers."""
+    """Environment that also offers its policy the tools of the MCP servers in the configuration.
+
+    All rollouts share a connection to each server: tools that keep state for one rollout belong in an environment. A
+    broken connection is opened again for the next rollout; running calls on the old connection end normally.
+    """
 
     restoration: Restoration = "none"
     """The servers are shared by all rollouts, so that a call cannot be repeated for one."""
@@ -411,9 +395,10 @@ class _OfferedSession(_McpSession):
 
 
 async def with_offered(session: EnvironmentSession, row: TaskRow, base_url: str, offer: Any) -> EnvironmentSession:
-    """Add the MCP tools of `offer` (`mcp` of an answer to /seed_session) to `session`, except the tools that `row` has
-    already:
-    these have plain routes, which cost less.
+    """Add the MCP tools of `offer` (`mcp` of an answer to /seed_session) to `session`. Tools that `row` has already are
+    not added: their plain routes cost less.
+
+    Each rollout has a connection with headers that identify the session; it is closed with the session.
 
     Raises:
         SeedFailed: the offer is malformed.
@@ -450,7 +435,19 @@ CallTool = Callable[[str, str, Any], Awaitable[ToolResult]]
 
 
 class McpEndpoint:
-    """The MCP side of one environment server."""
+    """MCP endpoint of one environment server; stateless, each call runs in the session of its rollout.
+
+    Invariant: a call's token alone decides its session, and only this process can sign it. A call with a missing,
+    altered or foreign token reaches no session. Names lose this server's prefix before a verdict, so that a rollout is
+    judged alike over MCP and over plain routes.
+
+        /seed_session  ->  {"mcp": {"server_name": "calc", "url_path": "/mcp", "transport": "http",
+                                    "headers": {"X-NeMo-Gym-Session-Token": "eyJ…"}}}
+        POST /mcp with that header: tools/list, tools/call
+
+    The result of a failed tool has `isError` and the text that the plain route would answer. A failure of the
+    infrastructure, and an invalid token, are JSON-RPC errors with `data: {"failure": "infra"}`.
+    """
 
     def __init__(self, name: str, tools: Sequence[Tool], call: CallTool, request_seconds: float) -> None:
         """`name`: the instance's, which is part of the tools' full names."""

@@ -10,7 +10,7 @@ is shared by all rollouts and never changes. A verifier that cannot judge raises
         name = "weather"
 
         def tasks(self, split):
-            return [task_row("Is it raining in Oslo?", tools=self.tool_schemas(), answer="yes")]
+            return [task_row("Is it raining in Oslo?", task_id="oslo", tools=self.tool_schemas(), answer="yes")]
 
         @tool("Look up the weather.", city="Name of the city.")
         async def weather(self, session, city: str) -> str:
@@ -18,13 +18,6 @@ is shared by all rollouts and never changes. A verifier that cannot judge raises
 
         async def verify(self, session, row, response):
             return Verdict(reward=float(row["answer"] in final_text(response).lower()))
-
-Every tool call, with any arguments, gets a text as its answer; only an environment that reports an infrastructure
-failure (`InfraError`) ends the rollout. The texts are a resources server's bodies: unknown tool 404, bad arguments 422,
-an exception 500 (`"ValueError('no such city')"`), a str as it is, anything else as JSON.
-
-In the Gymnasium protocol (`reset`, `step` until terminated or truncated, `close`) the return of an episode is the sum
-of its steps' rewards, without a verifier. `response` in `step` is the Responses object of the newest model call alone.
 """
 
 from __future__ import annotations
@@ -258,7 +251,11 @@ class GymStep:
 
 
 class GymnasiumEnvironment(TaskSource):
-    """Base class of episodes without a verifier."""
+    """Base class of episodes without a verifier: `reset`, `step` until terminated or truncated, `close`.
+
+    The return of an episode is the sum of its steps' rewards. `response` in `step` is the Responses object of the
+    newest model call alone.
+    """
 
     @abstractmethod
     async def reset(self, row: TaskRow) -> tuple[Any, str | None]:
@@ -347,7 +344,12 @@ class HasTools(Protocol):
 
 
 class Toolbox:
-    """The tools of one environment and the types of their arguments, made once."""
+    """Tools of one environment and the types of their arguments, made once.
+
+    Every tool call, with any arguments, gets a text as its answer; only an environment that reports an infrastructure
+    failure (`InfraError`) ends the rollout. The texts are a resources server's bodies: unknown tool 404, bad arguments
+    422, an exception 500 (`"ValueError('no such city')"`), a str as it is, anything else as JSON.
+    """
 
     def __init__(self, environment: HasTools) -> None:
         self._raised: set[str] = set()

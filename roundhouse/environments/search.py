@@ -1,31 +1,9 @@
-"""Two searches by tool calls: through a table, and for a hidden number.
+"""Two searches by tool calls: through a table (`Lookup`), and for a hidden number (`GuessNumber`).
 
-Lookup: follow keys through a table that only a tool can see.
-
-Invariant: the reward is 1 exactly if the rollout ends with the word at the requested number of hops from the start,
-else 0.
+Invariant: the policy sees the hidden table or number through the tool's answers alone.
 
     Start at bo. Take 2 hops. Where are you?  ->  get(bo) = ka  ->  get(ka) = mi  ->  mi
-
-The table is one ring over all its words, so no walk ends early; words off the path are the distractors. The tool
-answers at most two calls more than the walk needs. A wrong demonstration stops one hop early.
-
-Guess number: find a hidden number with few guesses; the search must be discovered, because the demonstrations need not
-show it.
-
-Invariant: the reward is 1 exactly if one of the allowed guesses hit the number, by the tool's answer, else 0.
-
     Guess my number from 1 to 7.  ->  guess(4) = higher  ->  guess(6) = lower  ->  guess(5) = correct  ->  Done.
-
-With `upper` = 7 and 3 guesses, halving always finds the number; guessing at random within the remaining range finds 68
-%, guessing blindly without repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and
-half, and reward alone leads to halving.
-
-With `games` above 1 a rollout is as many games in sequence, each with a new number: the reward is the share of found
-numbers, and the last turn of a game has its reward. 10 games of 3 guesses are 20 to 30 turns.
-
-Train and held-out differ only in their IDs: both draw from the same `upper` hidden numbers, and the prompt is the same
-for all. A held-out reward therefore measures the search itself.
 """
 
 from __future__ import annotations
@@ -80,7 +58,14 @@ class Reader:
 
 
 class Lookup(GeneratedEnvironment[LookupWalk]):
-    """Walks of 1..`hops` hops in tables of `entries` words."""
+    """Walks of 1..`hops` hops in tables of `entries` words that only a tool can see.
+
+    Invariant: the reward is 1 exactly if the rollout ends with the word at the requested number of hops from the start,
+    else 0.
+
+    The table is one ring over all its words, so no walk ends early; words off the path are the distractors. The tool
+    answers at most two calls more than the walk needs. A wrong demonstration stops one hop early.
+    """
 
     name = "lookup"
     restoration = "replay"
@@ -142,7 +127,19 @@ class Game:
 
 
 class GuessNumber(Environment):
-    """`games` numbers in 1..upper after each other, `guesses` guesses for each."""
+    """`games` hidden numbers in 1..`upper` in sequence, with `guesses` guesses for each.
+
+    Invariant: the reward is 1 exactly if one of the allowed guesses hit the number, by the tool's answer, else 0. With
+    `games` above 1 it is the share of found numbers, and the last turn of a game has its reward.
+
+    The search must be discovered, because the demonstrations need not show it. With `upper` = 7 and 3 guesses, halving
+    always finds the number; guessing at random within the remaining range finds 68 %, guessing blindly without
+    repeating 43 %. With `policy.good_fraction` 0 the demonstrations show the last two, half and half, and reward alone
+    leads to halving. 10 games of 3 guesses are 20 to 30 turns.
+
+    Train and held-out differ only in their IDs: both draw from the same `upper` hidden numbers, and the prompt is the
+    same for all. A held-out reward therefore measures the search itself.
+    """
 
     name = "guess_number"
     restoration = "replay"

@@ -1,36 +1,12 @@
 """Environments of one turn: no tool, one reply, judged by its text alone.
 
-Sort: order the given digits. The reward is 1 exactly if the reply is the digits in ascending order, separated by single
-spaces, else 0. The digits of a problem all differ. A wrong demonstration has two neighbours exchanged.
+Invariant: a solution to every problem exists, and the reward is 1 exactly if the reply is one. Replies are parsed,
+never executed.
 
-    Sort 4 1 6 2 9 3.  ->  1 2 3 4 6 9
-
-Countdown: reach a target by an expression over given numbers, each used at most once. The reward is 1 exactly if the
-reply is such an expression of + - * / and brackets with the target as its exact value. Components: `form` (0.1) for an
-expression of any value, `target` (0.9) for the value. Text is parsed, never executed. The target is the value of a
-drawn expression, so a solution exists. A wrong demonstration has another value.
-
-    Make 6 from 3 5 8.  ->  3+(8-5)   1.0
-                            8-5       0.1: well formed, but 3
-                            3+3       0.0: 3 is given once
-
-Sudoku: fill in a 4x4 sudoku with exactly one solution. The reward is 1 exactly if the reply is a grid that keeps the
-given cells and has each of 1..4 once in every row, column and 2x2 box. Components: `form` (0.1) for a grid that keeps
-the given cells, and, only then, `rows`, `columns` and `boxes` (0.3 each, times the right share). A wrong demonstration
-has two digits of one row exchanged.
-
-    1.34        1234
-    34.2   ->   3412
-    2143        2143
-    432.        4321
-
-Instruction constraints: write a few words that satisfy checkable constraints. The reward is 1 exactly if the reply
-satisfies all; otherwise it is the satisfied share, but at most one half, so that omitting one never pays.
-`reward_components` has a part per constraint and `all`. Constraints are drawn so that a reply exists. A wrong
-demonstration breaks one.
-
-    Write words. Use 4 words. Include "moon". Sort the words.   ->   cat moon sky tree   1.0
-                                                                     moon cat tree sky   0.33 (not sorted)
+    Sort 4 1 6 2 9 3.                                           ->   1 2 3 4 6 9
+    Make 6 from 3 5 8.                                          ->   3+(8-5)
+    1.34 34.2 2143 432. (sudoku)                                ->   1234 3412 2143 4321
+    Write words. Use 4 words. Include "moon". Sort the words.   ->   cat moon sky tree
 """
 
 from __future__ import annotations
@@ -52,7 +28,11 @@ from roundhouse.environments.generated import GeneratedEnvironment, Message, dea
 
 
 class Sort(Environment):
-    """All ordered choices of `digits` different digits from 1..9; a held-out problem is one order, not one set."""
+    """Order the given digits: all ordered choices of `digits` different digits from 1..9.
+
+    The reward is 1 exactly if the reply is the digits in ascending order, separated by single spaces, else 0. A
+    held-out problem is one order, not one set. A wrong demonstration has two neighbours exchanged.
+    """
 
     name = "sort"
     restoration = "replay"
@@ -107,7 +87,16 @@ class Puzzle:
 
 
 class Countdown(GeneratedEnvironment[Puzzle]):
-    """Puzzles over `numbers` numbers of 1..`largest`, with targets in 1..99."""
+    """Reach a target in 1..99 by an expression over `numbers` numbers of 1..`largest`, each used at most once.
+
+    The reward is 1 exactly if the reply is such an expression of + - * / and brackets with the target as its exact
+    value. Components: `form` (0.1) for an expression of any value, `target` (0.9) for the value. The target is the
+    value of a drawn expression, so a solution exists. A wrong demonstration has another value.
+
+        Make 6 from 3 5 8.  ->  3+(8-5)   1.0
+                                8-5       0.1: well formed, but 3
+                                3+3       0.0: 3 is given once
+    """
 
     name = "countdown"
     restoration = "replay"
@@ -215,7 +204,17 @@ class Grid:
 
 
 class Sudoku(GeneratedEnvironment[Grid]):
-    """Grids with `blanks` empty cells."""
+    """Fill in 4x4 sudokus of `blanks` empty cells with exactly one solution.
+
+    The reward is 1 exactly if the reply is a grid that keeps the given cells and has each of 1..4 once in every row,
+    column and 2x2 box. Components: `form` (0.1) for a grid that keeps the given cells, and, only then, `rows`,
+    `columns` and `boxes` (0.3 each, times the right share). A wrong demonstration has two digits of one row exchanged.
+
+        1.34        1234
+        34.2   ->   3412
+        2143        2143
+        432.        4321
+    """
 
     name = "sudoku"
     restoration = "replay"
@@ -353,7 +352,15 @@ class Brief:
 
 
 class InstructionConstraints(GeneratedEnvironment[Brief]):
-    """Briefs of 1..`constraints` constraints."""
+    """Write a few words that satisfy 1..`constraints` checkable constraints.
+
+    The reward is 1 exactly if the reply satisfies all; otherwise it is the satisfied share, but at most one half, so
+    that omitting one never pays. `reward_components` has a part per constraint and `all`. Constraints are drawn so that
+    a reply exists. A wrong demonstration breaks one.
+
+        Write words. Use 4 words. Include "moon". Sort the words.   ->   cat moon sky tree   1.0
+                                                                         moon cat tree sky   0.33 (not sorted)
+    """
 
     name = "instruction_constraints"
     restoration = "replay"

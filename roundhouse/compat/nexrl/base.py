@@ -1,40 +1,19 @@
 """Base classes of rollout workers, the client for their model calls, and evaluators.
 
-The client records a worker's model calls as turns.
-
-Invariants: every call respects the rollout's limits, uses its own seed, and becomes a turn with its tokens. A history
-that continues an earlier call (the same messages and the unchanged reply) is sent with that call's tokens, so that the
-prompt begins with exactly these tokens. Any other history begins a new root.
-
-    answer = await llm.completion("What is 3*4?")   ->  {"prompt", "response", "finish_reason"}
-    answer = await llm.generate(messages, tools)    ->  {"messages", "response", "tool_calls", "finish_reason", "message"}
-    messages.append(answer["message"])                  the reply, to continue with
-
-Invariants of a worker: one worker object plays one rollout, so the attributes of `self` belong to that rollout alone. A
-rollout has a reward exactly if the worker put a trajectory and its evaluator judged it.
+Invariant: one worker object plays one rollout, so the attributes of `self` belong to that rollout alone. A rollout has
+a reward exactly if the worker put a trajectory and its evaluator judged it.
 
     class Quiz(BaseRolloutWorker):
         async def run_agent(self, task):
             answer = await self.llm.completion(self.format_task_query(task))
             return await self.put_trajectory(task, answer["response"])
 
-`roundhouse.compat.nexrl.plain` has the same with plain functions, as in NexRL. The value that `step` returns is the
-outcome:
-
-    "success"      the trajectory counts                                                      completed or truncated
-    "fail"         the worker gave up the task                                                failed (data)
-    "re-rollout"   repeat, because the reason may pass                                        failed (infra): tried again
-    None           it failed before a trajectory existed, such as for a missing field         failed (data)
-
-Evaluators compute a reward from a data item and the agent's answer.
-
-Invariants: a reward is in [0, 1] and every metric is a finite number, or the result is refused. If an evaluator raises,
-the rollout fails without a reward.
-
     class Exact(Evaluator):
         def evaluate(self, data, target):
             right = target.final_answer.strip() == data["ground_truth"]
             return EvaluationRunResult(reward=float(right), ground_truth=data["ground_truth"])
+
+`roundhouse.compat.nexrl.plain` has the same with plain functions, as in NexRL.
 """
 
 from __future__ import annotations
@@ -71,7 +50,16 @@ class RolloutLimit(Exception):
 
 
 class LlmClient:
-    """The policy, as one rollout's worker sees it."""
+    """Client for the model calls of one rollout's worker; it records them as turns.
+
+    Invariants: every call respects the rollout's limits, uses its own seed, and becomes a turn with its tokens. A
+    history that continues an earlier call (the same messages and the unchanged reply) is sent with that call's tokens,
+    so that the prompt begins with exactly these tokens. Any other history begins a new root.
+
+        answer = await llm.completion("What is 3*4?")   ->  {"prompt", "response", "finish_reason"}
+        answer = await llm.generate(messages, tools)    ->  {"messages", "response", "tool_calls", "finish_reason", "message"}
+        messages.append(answer["message"])                  the reply, to continue with
+    """
 
     def __init__(self, attempt: RolloutAttempt, max_retries: int = 0) -> None:
         """`max_retries`: how often a call that failed for the engine's sake is made again."""
@@ -286,7 +274,15 @@ QUERY_FIELDS = ("prompt", "query", "question")
 
 
 class StepResult(StrEnum):
-    """Outcome that a worker reports for a task. None means that no trajectory ever existed."""
+    """Outcome of a task, as the worker's `step` returns it; to the right, the status of the rollout.
+
+        "success"      the trajectory counts                                                completed or truncated
+        "fail"         the worker gave up the task                                          failed (data)
+        "re-rollout"   repeat, because the reason may pass                                  failed (infra): tried again
+        None           it failed before a trajectory existed, such as for a missing field   failed (data)
+
+    An outcome of None is not a member: `step` returns Python's None.
+    """
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -309,8 +305,11 @@ log = logging.getLogger(__name__)
 
 
 class BaseRolloutWorker(NexRLModule):
-    """Plays one rollout; see the module's docstring for an example. In a loop of your own, made with NexRL's configuration, it
-    takes tasks from its data loader and puts trajectories into its pool, in a thread (`run`)."""
+    """Player of one rollout; see the module's docstring for an example.
+
+    In a loop of your own, made with NexRL's configuration, it takes tasks from its data loader and puts trajectories
+    into its pool, in a thread (`run`).
+    """
 
     evaluator: Evaluator | None = None
     """The default evaluator of the class; environment.evaluator overrides it."""
@@ -554,7 +553,11 @@ class EvaluationRunResult:
 
 
 class Evaluator(ABC):
-    """Judges answers. One evaluator serves all rollouts, from several threads; it keeps no state between calls."""
+    """Judge of answers. One evaluator serves all rollouts, from several threads; it keeps no state between calls.
+
+    A reward is in [0, 1] and every metric is a finite number, or the result is refused. If an evaluator raises, the
+    rollout fails without a reward.
+    """
 
     @property
     def name(self) -> str:

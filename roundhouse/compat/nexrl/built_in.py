@@ -1,39 +1,8 @@
-"""Workers that are ready to use.
+"""Workers that are ready to use: one completion, an agent with tools, a stand-in without a policy, and a traced agent.
 
-`SimpleRolloutWorker`: one completion, judged.
+Invariant: a rollout that is trained on has the tokens of all its model calls as turns; otherwise it is masked or fails.
 
-`AgentRolloutWorker`: an agent of several turns. The policy calls the worker's tools until it answers without a call.
-
-Invariant: every call gets a text as its answer, as with the tools of an `Environment`. If a limit of turns or tokens
-ends the run, the answer up to then is judged as truncated.
-
-    class Librarian(AgentRolloutWorker):
-        @tool("Look a word up.", word="The word.")
-        async def define(self, task, word: str) -> str:
-            return task["dictionary"].get(word, "unknown")
-
-A worker without a policy: it computes rewards from a hash, or plays recorded rollouts back.
-
-Invariants: it calls no model. The same group and run give the same reward and record in every process. Its rollouts are
-masked, because the training policy did not generate their tokens, unless a recording is played back with `trainable`.
-
-    parameters: {}                                      reward 0 or 1 by the hash of (group_id, run_id); no turns
-    parameters: {recorded: store/…/collect}             the rollout of that group and run, from a collect stage's Parquet files
-
-`TraceRolloutWorker`: agents that make their model calls themselves and leave a trace, a tree of spans with these calls.
-
-Invariant: a rollout's turns are the trace's model calls in the order of their starts, parents before children. A call
-without tokens, or with a different number of log-probabilities, fails the rollout, because it cannot be trained on.
-
-A span is an object {"type", "inputs", "outputs", "children"}. Fields that are read of spans with type LLM:
-
-    inputs.messages, inputs.tools               chat messages and tools
-    outputs.message, outputs.finish_reason      the reply ("stop" if it is missing)
-    outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}, and "policy_version"
-                                                and "version_spans", if the server's reply had them
-
-The agent calls the policy at a model server that returns token IDs. NexAU is such an agent framework. This module does
-not import it: any tracer with `dump_traces` works.
+    environment: {kind: worker, worker: simple}         or agent, mock, or a subclass as package.module:Class
 """
 
 from __future__ import annotations
@@ -78,7 +47,17 @@ class SimpleRolloutWorker(BaseRolloutWorker):
 
 
 class AgentRolloutWorker(BaseRolloutWorker):
-    """Tools are methods marked with `roundhouse.environments.base.tool`; in the place of the session they get the task."""
+    """Agent of several turns: the policy calls the worker's tools until it answers without a call.
+
+    Every call gets a text as its answer, as with the tools of an `Environment`. If a limit of turns or tokens ends the
+    run, the answer up to then is judged as truncated. Tools are methods marked with
+    `roundhouse.environments.base.tool`; in the place of the session they get the task.
+
+        class Librarian(AgentRolloutWorker):
+            @tool("Look a word up.", word="The word.")
+            async def define(self, task, word: str) -> str:
+                return task["dictionary"].get(word, "unknown")
+    """
 
     evaluator = AnswerTag()
 
@@ -113,7 +92,15 @@ class AgentRolloutWorker(BaseRolloutWorker):
 
 
 class MockRolloutWorker(BaseRolloutWorker):
-    """For tests of everything around the policy."""
+    """Worker without a policy, for tests of everything else: it computes rewards from a hash, or plays recorded
+    rollouts back.
+
+    It calls no model. The same group and run give the same reward and record in every process. Its rollouts are masked,
+    because the training policy did not generate their tokens, unless a recording is played back with `trainable`.
+
+        parameters: {}                              reward 0 or 1 by the hash of (group_id, run_id); no turns
+        parameters: {recorded: store/…/collect}     the rollout of that group and run, from a collect stage's Parquet files
+    """
 
     def __init__(
         self, llm: LlmClient, evaluator: Evaluator | None = None, recorded: str | None = None, trainable: bool = False
@@ -168,7 +155,23 @@ class Tracer(Protocol):
 
 
 class TraceRolloutWorker(BaseRolloutWorker, ABC):
-    """Run a traced agent; subclasses choose the tracer and the agent."""
+    """Worker for agents that make their model calls themselves and leave a trace, a tree of spans with these calls.
+    Subclasses choose the tracer and the agent.
+
+    Invariant: a rollout's turns are the trace's model calls in the order of their starts, parents before children. A
+    call without tokens, or with a different number of log-probabilities, fails the rollout, because it cannot be
+    trained on.
+
+    A span is an object {"type", "inputs", "outputs", "children"}. Fields that are read of spans with type LLM:
+
+        inputs.messages, inputs.tools               chat messages and tools
+        outputs.message, outputs.finish_reason      the reply ("stop" if it is missing)
+        outputs.nexrl_train                         {"prompt_tokens", "response_tokens", "response_logprobs"}, and
+                                                    "policy_version" and "version_spans", if the server's reply had them
+
+    The agent calls the policy at a model server that returns token IDs. NexAU is such an agent framework. This module
+    does not import it: any tracer with `dump_traces` works.
+    """
 
     @abstractmethod
     def make_tracer(self) -> Tracer:

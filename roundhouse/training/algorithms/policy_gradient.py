@@ -10,21 +10,6 @@ and after shaping, so neither a penalty nor KL noise alone trains.
 
         def advantages(self, sequences, rewards, groups):
             return np.sign(rewards.values - groups.of_sequences(groups.means))
-
-Further invariants:
-
-* Shaping does not change the record: the environment's reward stays on the sequence, decides the spread, and is
-reported as `reward`.
-  All sequences of a rollout get the same correction.
-* A rollout counts once in its group, however many sequences it has. A group has one `group_id`; equal prompts do not
-make a group.
-* The KL in the reward is a constant of the sampled tokens without a gradient (`loss.reference_kl` has one with a
-gradient). Its
-  coefficient follows from the previous iteration and is stored in the trainer's cursor, so a resumed run continues with
-  it.
-* The branches of a turn form a group, with the rollout that they leave as one more member for comparison. That rollout
-is trained on
-  only in its own group. Its reward does not depend on a branch's samples, so the baseline is unbiased.
 """
 
 from __future__ import annotations
@@ -44,7 +29,15 @@ from roundhouse.trajectories.records import SPREAD_TOLERANCE
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """S sequences of R rollouts in G groups, numbered in order of first appearance."""
+    """S sequences of R rollouts in G groups, numbered in order of first appearance.
+
+    A rollout counts once in its group, however many sequences it has. A group has one `group_id`; equal prompts do not
+    make a group.
+
+    The branches of a turn form a group, with the rollout that they leave as one more member for comparison. That
+    rollout is trained on only in its own group. Its reward does not depend on a branch's samples, so the baseline is
+    unbiased.
+    """
 
     group_ids: list[str]
     rollout_of_sequence: np.ndarray
@@ -215,7 +208,12 @@ def next_coefficient(coefficient: float, measured: float, rollouts: int, control
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of an iteration, on their way to advantages."""
+    """Rewards of an iteration, on their way to advantages.
+
+    Shaping does not change the record: the environment's reward stays on the sequence, decides the spread, and is
+    reported as `reward`. All sequences of a rollout get the same correction. The KL in the reward is a constant of the
+    sampled tokens without a gradient (`loss.reference_kl` has one with a gradient).
+    """
 
     values: np.ndarray
     """[S] float64: shaped rewards, minus the KL if that is in the reward of whole rollouts."""
@@ -347,7 +345,11 @@ class PolicyGradientAlgorithm:
 
 
 def current_coefficient(config: TokenLoss, inputs: AlgorithmInputs) -> float:
-    """The KL coefficient of this iteration: the controller's under `adaptive_kl`, else the configured one."""
+    """Return the KL coefficient of this iteration: the controller's under `adaptive_kl`, else the configured one.
+
+    The controller derives it from the previous iteration. It is stored in the trainer's cursor, so a resumed run
+    continues with it.
+    """
     if config.adaptive_kl is None or inputs.kl_coefficient is None:
         return config.kl_coefficient
     return inputs.kl_coefficient

@@ -18,13 +18,6 @@ digests are exchanged.
     POST   /v1/begin_transfer         BeginTransfer, numbered        -> TransferBegun            (/v1/end_transfer ends it)
 
 Errors are JSON `{"kind": …, "message": …}`, by `ERRORS`.
-
-Numbered calls: call n runs only after call n - 1 was answered, and at most once. A client without an answer repeats the
-number and body and gets the recorded answer, so the network cannot apply an update twice or out of order. A number out
-of sequence is refused.
-
-Sessions: at most one is valid, and a replaced one is never valid again. It ends by closing, after `idle_seconds` of
-silence, or when its owner opens another one, because then the owner has lost it (its process died).
 """
 
 from __future__ import annotations
@@ -202,7 +195,12 @@ class CallReply:
 
 
 class CallLog:
-    """The calls of one session. Only the last answer is kept: a client has one call under way."""
+    """Numbered calls of one session. Only the last answer is kept, because a client has one call in flight.
+
+    Invariant: call n runs only after call n - 1 was answered, and at most once. A client without an answer repeats the
+    number and body and gets the recorded answer, so the network cannot apply an update twice or out of order. A number
+    out of sequence is refused.
+    """
 
     def __init__(self) -> None:
         self._last = 0
@@ -254,7 +252,12 @@ class TrainSession:
 
 
 class SessionLease:
-    """The service's only session."""
+    """The service's only session.
+
+    Invariant: at most one session is valid, and a replaced one is never valid again. It ends by closing, after
+    `idle_seconds` of silence, or when its owner opens another one, because then the owner has lost it (its process
+    died).
+    """
 
     def __init__(self, idle_seconds: float) -> None:
         self.idle_seconds = idle_seconds

@@ -1,4 +1,4 @@
-"""The servers that a configuration names.
+"""The servers that a configuration names, their inference engines, and the datasets of its agents.
 
 Invariant: a top-level entry is a server, or it resembles one and the reasons why it is not are reported, or it is an
 ordinary value. An entry that resembles a server is never ignored.
@@ -15,16 +15,6 @@ Four kinds of server:
     own       its implementation is one of `roundhouse_environment`, `roundhouse_agent`, `roundhouse_model`
     relay     `environment_servers: legacy_agent`: forwards `/run` and `/aggregate_metrics` of one agent unchanged, so its
               address is the agent's, and no process is started (see `relays`)
-
-The inference engines of a configuration's model servers.
-
-Invariant: each engine is listed once, with the field that names it, because a judge may use it and not the policy. A
-model server answers as soon as it has started, with or without an engine, so the engines are asked as well.
-
-The `datasets` entries of an agent.
-
-Invariant: a valid entry names a file and a type, and a licence if it is used for training or validation. Unknown fields
-are kept, because other tools use them.
 """
 
 from __future__ import annotations
@@ -243,7 +233,12 @@ def _validated(
 
 
 def model_endpoints(instances: Iterable[Instance]) -> dict[str, str]:
-    """From the address to ask (any HTTP answer will do) to `<instance>.<field>`."""
+    """Return the inference engines of the model servers: `<instance>.<field>` by the address to probe, where any HTTP
+    answer counts.
+
+    Each engine is listed once, with the field that names it, because a judge may use it and not the policy. A model
+    server answers as soon as it has started, with or without an engine, so the engines are probed as well.
+    """
     endpoints: dict[str, str] = {}
     for instance in instances:
         if instance.type != "responses_api_models" or instance.kind == "external":
@@ -308,7 +303,11 @@ class HuggingFaceSource(HuggingFaceArtifact):
 
 
 class Dataset(_DatasetEntry):
-    """Rows to train, validate or try on."""
+    """Entry of an agent's `datasets`: rows to train, validate or try on.
+
+    A valid entry names a file and a type, and a licence if it is used for training or validation. Unknown fields are
+    kept, because other tools use them.
+    """
 
     name: str
     type: Literal["train", "validation", "example"]

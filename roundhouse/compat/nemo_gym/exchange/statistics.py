@@ -1,4 +1,4 @@
-"""Statistics of verified rollouts, as the answer of /aggregate_metrics; pure functions.
+"""Statistics of verified rollouts: the answer of /aggregate_metrics, the reward profile, and pass rates.
 
 Invariant: each statistic is over the rollouts that report the field; a truth value counts as 0 or 1. A masked rollout
 (`mask_sample`) counts in no statistic; `coverage/*` counts these if any exist. `std` is the sample's (n-1); it is 0 for
@@ -7,25 +7,8 @@ a single rollout, and missing if only one of several rollouts reports the field.
     [{"reward": 1, "_ng_task_index": 0}, {"reward": 0, "_ng_task_index": 0}]
         ->  agent_metrics {"mean/reward": 0.5, "max/reward": 1, …}, key_metrics {"mean/reward": 0.5}, one group
 
-Fields are the numbers at the top of a row, of its token usage, and of `metrics` and `reward_components`.
-
-The reward profile of a collection: statistics of each task's rollouts, and of each agent's.
-
-Invariant: every rollout belongs to a row of the materialized inputs. Rows without a rollout count as missing, which is
-refused unless the caller allows it.
-
-    run_materialized_inputs.jsonl + run.jsonl  ->  run_reward_profiling.jsonl (a line a task) + run_agent_metrics.json
-                                                   + run_repeat_level_metrics.json
-
-pass@k, pass@1[avg-of-k] and majority@k over several rollouts of each task, in percent; pure functions.
-
-Invariant: a task counts for pass@k only if it has at least k scores. Names and values are those of NeMo Gym.
-
-    pass@k of a task with n rollouts, w of them wrong:  1 - C(w, k) / C(n, k)        (Chen et al. 2021, unbiased)
-    pass@k of a score that is not 0 or 1:               the best of the first k
-    majority@k:                                         the score of the most frequent answer of the first k; ties share
-
-    two tasks with rewards (1, 0) and (0, 0):  pass@1 25, pass@2 50, pass@1[avg-of-2] 25
+Fields are the numbers at the top of a row, of its token usage, and of `metrics` and `reward_components`. All functions
+are pure, except for `write_profile`.
 """
 
 from __future__ import annotations
@@ -227,7 +210,7 @@ MOST_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Statistics by task and by agent."""
+    """Reward profile of a collection: statistics by task and by agent."""
 
     tasks: list[dict[str, Any]]
     agents: list[dict[str, Any]]
@@ -239,6 +222,8 @@ class Profile:
 
 def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bool = False) -> Profile:
     """Return the profile of `rollouts` (without their conversations) against the rows that requested them.
+
+    Every rollout belongs to a row of the materialized inputs. Rows without a rollout count as missing.
 
     Raises:
         DataError: a rollout is without its row, occurs twice, or is missing while `allow_partial` is False.
@@ -274,7 +259,12 @@ def profile(inputs: Iterable[Row], rollouts: Iterable[Row], *, allow_partial: bo
 
 
 def write_profile(files: CollectionFiles, inputs: Path | None = None, *, allow_partial: bool = False) -> Profile:
-    """Profile a collection and write the result next to it; `inputs` are its materialized inputs, if they are elsewhere."""
+    """Profile a collection and write the result next to it; `inputs` are its materialized inputs, if they are
+    elsewhere.
+
+        run_materialized_inputs.jsonl + run.jsonl  ->  run_reward_profiling.jsonl (a line a task) + run_agent_metrics.json
+                                                       + run_repeat_level_metrics.json
+    """
     rollouts = (light(row) for _, row in iter_rows(files.rollouts))
     collection_profile = profile(read_rows(inputs or files.materialized_inputs), rollouts, allow_partial=allow_partial)
     write_rows(files.reward_profile, collection_profile.tasks)
@@ -315,7 +305,11 @@ def reward_as_accuracy(rollout: Mapping[str, Any]) -> Mapping[str, float]:
 def pass_rates(
     tasks: Sequence[Sequence[Mapping[str, Any]]], score: Score = reward_as_accuracy, answer_key: str | None = None
 ) -> dict[str, Any]:
-    """All rates for k = 1 … the largest number of rollouts of a task.
+    """Return pass@k, pass@1[avg-of-k] and majority@k in percent, for k = 1 … the largest number of rollouts of a task.
+
+    A task counts for pass@k only if it has at least k scores. Names and values are those of NeMo Gym.
+
+        two tasks with rewards (1, 0) and (0, 0):  pass@1 25, pass@2 50, pass@1[avg-of-2] 25
 
     Args:
         tasks: the rollouts of each task, in the order of their indexes.
@@ -352,7 +346,10 @@ def pass_rates(
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:
-    """The chance that one of k rollouts drawn without replacement is right; of graded scores the best of the first k.
+    """Return the chance that one of k rollouts drawn without replacement is right; for graded scores, the best of the
+    first k.
+
+    With n rollouts, w of them wrong: 1 - C(w, k) / C(n, k) (Chen et al. 2021, unbiased).
 
     Args:
         values: the scores of a task's rollouts, at least k.

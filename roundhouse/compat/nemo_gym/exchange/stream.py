@@ -9,24 +9,6 @@ failing one by one.
         async for outcome in stream(rows, source, concurrency=64):     in the order of completion
             …
     results = await run_rollouts(rows, source, concurrency=64)         in the order of the rows
-
-The remaining work of a collection: a pure difference of wanted and done.
-
-Invariant: a written rollout is not made again. A rollout that failed for good, or as often as allowed, is not tried
-again. All others are.
-
-    wanted a/0 a/1 b/0 b/1, rollouts a/0, failures a/1 (3 times) b/0 (terminal) b/1 (once)
-        ->  to run b/1, its `_ng_attempt_index` 1
-
-Agent servers of NeMo Gym's contract as a source of rollouts: POST /run plays a whole row.
-
-Invariant: a row is posted once. The result is the agent's unchanged answer, or a typed failure. A 4xx is the row's
-fault, except if it asks for a later retry; a 5xx is not.
-
-A running engine and an environment in this process as a source of rollouts: no agent server between them.
-
-Invariant: a row's result holds the whole rollout record under `_roundhouse`, so that an import loses nothing; the seed
-of a rollout depends on the collection's seed and the row's indexes alone.
 """
 
 from __future__ import annotations
@@ -193,7 +175,14 @@ def remaining(
     wanted: Sequence[Row], done: Iterable[Row], failures: Iterable[Row], max_attempts: int = MAX_ATTEMPTS
 ) -> Remaining:
     """Return the rows of `wanted` (materialized inputs) that remain to run; failed rows get the number of their next
-    attempt."""
+    attempt.
+
+    A written rollout is not made again. A rollout that failed for good, or as often as allowed, is not tried again. All
+    others are.
+
+        wanted a/0 a/1 b/0 b/1, rollouts a/0, failures a/1 (3 times) b/0 (terminal) b/1 (once)
+            ->  to run b/1, its `_ng_attempt_index` 1
+    """
     finished = {key_of(row) for row in done}
     attempts: Counter[Key] = Counter()
     terminal: set[Key] = set()
@@ -299,7 +288,11 @@ class RowServers:
 
 
 class AgentServers(RowServers):
-    """Agent servers: POST /run plays a whole row."""
+    """Source of rollouts: agent servers of NeMo Gym's contract, which play a whole row on POST /run.
+
+    A row is posted once. The result is the agent's unchanged answer, or a typed failure. A 4xx is the row's fault,
+    except if it asks for a later retry; a 5xx is not.
+    """
 
     route = "run"
     unavailable = AgentFailed
@@ -328,7 +321,11 @@ ENGINE_GONE = classify(EngineUnreachable())[1]
 
 
 class OwnPolicy:
-    """Plays rows with the engine at `engine_url`."""
+    """Source of rollouts: the engine at `engine_url` and an environment in this process, without an agent server.
+
+    A row's result holds the whole rollout record under `_roundhouse`, so that an import loses nothing. The seed of a
+    rollout depends on the collection's seed and the row's indexes alone.
+    """
 
     def __init__(
         self,

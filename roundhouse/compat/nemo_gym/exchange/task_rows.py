@@ -1,32 +1,9 @@
-"""Make the materialized inputs of a collection: one row for each rollout of each task. Pure, except for reading the
-file.
+"""Task rows of a collection: one for each rollout of each task, prompt templates, and the datasets of a configuration.
 
 Invariants: two rows of one collection differ in (`_ng_task_index`, `_ng_rollout_index`). Lines with the same text are
 one task, unless they carry an index. A row changes only as requested. All faulty lines are reported together.
 
     a b c, 2 repeats  ->  a/0 a/1 b/0 b/1 c/0 c/1
-
-Prompt configurations: templates that make a row's conversation from its fields.
-
-Invariant: a row has an input or a template makes it, never both. A placeholder without a field of the row is refused
-with the line.
-
-    {system: "Be brief.", user: "{question} Options: {options[0]}"}      {{ and }} give braces
-
-The datasets of a configuration's agents, collated: one file of task rows for each type.
-
-Invariant: a file is written only if every row of its datasets is a task row. Each row names its agent, and is repeated
-`num_repeats` times, consecutively (abc -> aabbcc). Metrics on disk that differ are replaced only on request, because a
-difference means that the data changed.
-
-    out/train.jsonl  out/train_metrics.json  out/validation.jsonl  out/validation_metrics.json
-
-Numbers of a set of task rows, in the shape of NeMo Gym's `*_metrics.json`; no I/O.
-
-Invariant: the statistics of several datasets together equal those of their rows in one: sums are kept, not averages.
-
-    {"Number of examples": 2, "Number of tools": {"Total # non-null values": 2, "Average": 1.0, …}, …,
-     "level": {…: …}, "subject": {"unique_count": 2, "total_count": 2}}
 """
 
 from __future__ import annotations
@@ -223,7 +200,13 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """The templates of a prompt configuration."""
+    """Templates of a prompt configuration: they make a row's conversation from its fields.
+
+    A row has an input or a template makes it, never both. A placeholder without a field of the row is refused with the
+    line.
+
+        {system: "Be brief.", user: "{question} Options: {options[0]}"}      {{ and }} give braces
+    """
 
     user: str
     system: str | None = None
@@ -301,7 +284,13 @@ class Collated:
 def collate(
     datasets: Sequence[AgentDataset], directory: Path, roots: SearchRoots, *, mode: Mode, overwrite: bool = False
 ) -> list[Collated]:
-    """Collate all datasets of the mode's types.
+    """Collate all datasets of the mode's types: one file of task rows for each type.
+
+    A file is written only if every row of its datasets is a task row. Each row names its agent, and is repeated
+    `num_repeats` times, consecutively (abc -> aabbcc). Metrics on disk that differ are replaced only on request,
+    because a difference means that the data changed.
+
+        out/train.jsonl  out/train_metrics.json  out/validation.jsonl  out/validation_metrics.json
 
     Raises:
         ConfigError: a dataset's file is under none of the search roots.
@@ -406,7 +395,13 @@ class Spread:
 
 @dataclass(slots=True)
 class DatasetMetrics:
-    """Takes rows one by one."""
+    """Metrics of a set of task rows, in the shape of NeMo Gym's `*_metrics.json`; it takes rows one by one.
+
+    The statistics of several datasets together equal those of their rows in one: sums are kept, not averages.
+
+        {"Number of examples": 2, "Number of tools": {"Total # non-null values": 2, "Average": 1.0, …}, …,
+         "level": {…: …}, "subject": {"unique_count": 2, "total_count": 2}}
+    """
 
     examples: int = 0
     spreads: dict[str, Spread] = field(

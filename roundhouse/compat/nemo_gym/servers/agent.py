@@ -1,6 +1,6 @@
 """The agent server: our agent loop under NeMo Gym's routes, against a resources server and a model server at URLs.
 
-Invariants: /run answers 200 for every row, whatever happens to it (`run_answers`). A session that has begun is closed.
+Invariants: /run answers 200 for every row, whatever happens to it (`run_answer`). A session that has begun is closed.
 Every answer sends the session cookie again. Every call of this server has a time limit.
 
     GET  /, /health, /healthz, /livez, /readyz   {"status":"ok"}
@@ -8,23 +8,6 @@ Every answer sends the session cookie again. Every call of this server has a tim
     POST /v1/responses           parameters   -> Responses object with the new items of all turns; tools are called in the
                                                  session of the request's cookies, and these cookies come back
     POST /aggregate_metrics      {"verify_responses": […]} -> the resources server's statistics of them
-
-The answers of an agent server to /run; pure functions.
-
-Invariant: the answer for a judged rollout has the verifier's fields unchanged. The answer for a failed one has the
-marks by which collectors file it (`_ng_failure_class`), and a row cannot bring such marks or a reward along. Both have
-every field of parameters, response and items that NeMo Gym's rows have; an unset field is null.
-
-    {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
-
-`_ng_failure_terminal: true` is added if a retry cannot help. The wire format requires the reward of 0.0; no collector
-counts it:
-such rows go to its failures file.
-
-An environment whose verifier is not asked (`skip_verification`).
-
-Invariant: tools and sessions are the environment's. The reward is the configured one, and the answer has
-`verification_skipped`, so that nobody takes it for a verdict.
 """
 
 from __future__ import annotations
@@ -243,12 +226,16 @@ _RESULT_KEYS = frozenset({"reward", "response", "error", FAILURE, TERMINAL, DETA
 
 
 def without_results(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without what would pass for this server's own word."""
+    """Return the row without marks of a failure and without a reward: only this server may set them."""
     return {key: value for key, value in row.items() if key not in _RESULT_KEYS}
 
 
 def run_answer(played: RolloutAttempt) -> dict[str, Any]:
-    """What /run answers to a rollout, however it ended."""
+    """Return the answer of /run for a rollout, judged or failed.
+
+    The answer for a judged rollout has the verifier's fields unchanged. Both answers have every field of parameters,
+    response and items that NeMo Gym's rows have; an unset field is null.
+    """
     rollout = played.rollout
     if rollout.status is Status.FAILED or played.answer is None:
         terminal = rollout.failure_kind is FailureKind.DATA
@@ -276,7 +263,14 @@ def run_answer(played: RolloutAttempt) -> dict[str, Any]:
 
 
 def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool) -> dict[str, Any]:
-    """The row with the marks of a failure. Its response is an empty one, since collectors look into it."""
+    """Return the row with the marks by which collectors file a failure. Its response is empty, because collectors read
+    it.
+
+        {…row, "response": {…}, "reward": 0.0, "_ng_failure_class": "engine_timeout", "_ng_failure_detail": "…"}
+
+    `_ng_failure_terminal: true` is added if a retry cannot help. The wire format requires the reward of 0.0; no
+    collector counts it: such rows go to its failures file.
+    """
     nothing = {"type": "output_text", "text": "", "annotations": []}
     message = {"type": "message", "id": "msg_failed", "role": "assistant", "status": "completed", "content": [nothing]}
     response = response_object("resp_failed", [message], model="policy", created_at=time.time())
@@ -293,7 +287,11 @@ def failed_row(row: Mapping[str, Any], code: str, detail: str, *, terminal: bool
 
 
 class UnverifiedEnvironment(ClosedOnExit):
-    """A tool environment with a fixed reward."""
+    """Environment with a fixed reward and without a verifier call (`skip_verification`).
+
+    Tools and sessions are the environment's. The reward is the configured one, and the answer has
+    `verification_skipped`, so that nobody takes it for a verdict.
+    """
 
     def __init__(self, environment: ToolEnvironment, reward: float) -> None:
         self.name = environment.name

@@ -11,26 +11,11 @@ a long idle time, after its verdict if room is needed, or at the end of the serv
     POST /close             {}                             -> {}
     POST /close_session     resources_session_id, episode_id -> resources_session_id
     POST /aggregate_metrics {"verify_responses": […]}      -> statistics
-    /mcp                    MCP, if it was requested: the tools again, for agents that use it (`mcp_server`)
-
-A client that needs its session no longer after the verdict announces that in the request to /verify
-(`X-Roundhouse-Session: last-use`); the answer then has `closed`, and a call to /close is unnecessary.
+    /mcp                    MCP, if it was requested: the tools again, for agents that use it (`roundhouse.compat.mcp`)
 
     python -m roundhouse.compat.nemo_gym.servers.resources --environment calculator --port 8001
 
 The command either serves, or ends at once with one line that names the necessary change.
-
-An environment server of NeMo Gym (`single_agent_turn`) names its session itself: it seeds with `resources_session_id`,
-`episode_id`, `task_id` and `task_data`, and gets the id back. Seeding twice gives one session. Closing always succeeds,
-and a seed that arrives after it is refused, so that a late request creates no session that nothing closes.
-
-Gymnasium environments: a step with the same `_ng_step_request_id` as the one before it is played once, and both
-requests get the same answer, so that a client with a lost answer may ask again. A step ends with its session.
-
-    POST /reset   task row                                  -> {"observation", "info": {supports_explicit_close, …}}
-    POST /step    row + response [+ _ng_step_request_id]    -> {"observation", "reward", "terminated", "truncated", "info"}
-    POST /close   {}                                        -> {}
-    POST /aggregate_metrics
 """
 
 from __future__ import annotations
@@ -94,7 +79,15 @@ def build_app(
     request_seconds: float = REQUEST_SECONDS,
     expose_tools_over_mcp: bool = False,
 ) -> FastAPI:
-    """The server of `environment`.
+    """Return the server of `environment`.
+
+    A client that needs its session no longer after the verdict announces that in the request to /verify
+    (`X-Roundhouse-Session: last-use`); the answer then has `closed`, and a call to /close is unnecessary.
+
+    An environment server of NeMo Gym (`single_agent_turn`) names its session itself: it seeds with
+    `resources_session_id`, `episode_id`, `task_id` and `task_data`, and gets the id back. Seeding twice gives one
+    session. Closing always succeeds, and a seed that arrives after it is refused, so that a late request creates no
+    session that nothing closes.
 
     Args:
         name: the instance's name; part of the cookie's name, which must differ between the servers of a rollout.
@@ -321,7 +314,16 @@ class Episode:
 def build_gymnasium_app(
     environment: GymnasiumEnvironment, name: str | None, sessions: SessionStore, request_seconds: float
 ) -> FastAPI:
-    """The server of `environment`; arguments as for `resources_server.build_app`."""
+    """Return the server of a Gymnasium environment; arguments as for `build_app`.
+
+    A step with the same `_ng_step_request_id` as the one before it is played once, and both requests get the same
+    answer, so that a client with a lost answer may ask again. A step ends with its session.
+
+        POST /reset   task row                                  -> {"observation", "info": {supports_explicit_close, …}}
+        POST /step    row + response [+ _ng_step_request_id]    -> {"observation", "reward", "terminated", "truncated", "info"}
+        POST /close   {}                                        -> {}
+        POST /aggregate_metrics
+    """
 
     async def close(episode: Episode) -> None:
         await environment.close(episode.state)
