@@ -1,11 +1,11 @@
 """Start a command that does not outlive the supervisor: `python -m roundhouse.die_with_parent <parent> <command> …`.
 
 Invariant: on Linux the kernel sends SIGTERM to the command when its parent dies in any way; elsewhere the next `up` or
-`down` ends remaining processes. The command replaces this process, which leaves nothing in memory.
+`down` ends remaining processes. The command replaces this process (exec), so no extra process remains.
 
-With `--guard` after the parent, this process stays as the command's parent (on Linux), and ends as it ends. Then, or when the
-supervisor dies, no process of the command is left: the kernel gives every orphan to this process, even if it left its
-session and its environment.
+With `--guard` after the parent, this process stays as the command's parent (on Linux) and exits with the command's exit
+code or signal. When the command ends or the supervisor dies, it ends all processes that the command has left: the
+kernel makes this process the parent of every orphan, even of a process in another session.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRACE_SECONDS = 5.0
 
 
 def end_with_parent(how: signal.Signals) -> None:
-    """From here on the kernel sends this process the signal when its parent dies; nothing on other systems than Linux."""
+    """Set the signal that the kernel sends to this process when its parent dies. No effect on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
 
@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def guard(command: list[str], parent: int) -> None:
-    """Run the command as a child, end all its processes when it or the parent ends, and end in the same way."""
+    """Run the command as a child. When it or the parent ends, end all its processes, and exit with its exit code or
+    signal.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     mine, ended = os.getpid(), 0
 

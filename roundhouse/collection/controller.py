@@ -37,7 +37,7 @@ from roundhouse.errors import DataError
 
 
 class RolloutStarted(NamedTuple):
-    """A replica's slot was given this rollout."""
+    """A replica's slot began this attempt at a rollout."""
 
     position: int
     sample: int
@@ -46,7 +46,7 @@ class RolloutStarted(NamedTuple):
 
 
 class RolloutFinished(NamedTuple):
-    """It completed, was truncated or masked: its outcome is final."""
+    """The attempt completed, was truncated or was masked: the outcome of the rollout is final."""
 
     position: int
     sample: int
@@ -54,7 +54,7 @@ class RolloutFinished(NamedTuple):
 
 
 class RolloutFailed(NamedTuple):
-    """It did not. `final`: no further attempt; it is on record as failed and counts as its group's outcome."""
+    """The attempt failed. `final`: the rollout gets no further attempt, and its failure counts as its group's outcome."""
 
     position: int
     sample: int
@@ -64,7 +64,7 @@ class RolloutFailed(NamedTuple):
 
 
 class RolloutEvicted(NamedTuple):
-    """A finished or running rollout was taken out of the pool and is to be rolled out again."""
+    """A finished or running rollout was removed from the pool and starts again."""
 
     position: int
     sample: int
@@ -72,9 +72,10 @@ class RolloutEvicted(NamedTuple):
 
 
 class RoundStarted(NamedTuple):
-    """An iteration draws a further round (2, 3, …): of the groups of those before too few have spread.
+    """An iteration draws a further round (2, 3, …), because too few groups of the earlier rounds have spread.
 
-    `finished`: (position, sample, oldest version) of its rollouts that are in the store, from an earlier time that it began.
+    `finished`: (position, sample, oldest version) of the round's rollouts in the store, from an earlier start of this
+    round.
     """
 
     iteration: int
@@ -83,7 +84,7 @@ class RoundStarted(NamedTuple):
 
 
 class RoundsEnded(NamedTuple):
-    """An iteration that may draw several rounds draws no further one: enough groups have spread, or this was the last."""
+    """An iteration draws no further round: enough groups have spread, or this round was the last."""
 
     iteration: int
     rounds: int
@@ -97,55 +98,55 @@ class TrainingStarted(NamedTuple):
 
 
 class TrainingFinished(NamedTuple):
-    """The iteration's version is in the store."""
+    """The training step succeeded: the iteration's version is in the store."""
 
     iteration: int
 
 
 class TrainingFailed(NamedTuple):
-    """It made no version; the same groups are trained on again."""
+    """The training step made no version; the same groups are trained on again."""
 
     iteration: int
     reason: str
 
 
 class IterationSkipped(NamedTuple):
-    """The iteration's version is in the store and is the one before; its groups are never trained on."""
+    """The iteration was skipped: its version has the previous version's weights, and its groups are never trained on."""
 
     iteration: int
     reason: str
 
 
 class TransferStarted(NamedTuple):
-    """A replica is being given a version."""
+    """The transfer of a version to a replica began."""
 
     replica: str
     version: int
 
 
 class TransferFinished(NamedTuple):
-    """The replica has proved that it holds this version whole."""
+    """The transfer succeeded: the replica has proved that it holds all weights of this version."""
 
     replica: str
     version: int
 
 
 class TransferFailed(NamedTuple):
-    """The replica holds nothing that can be trusted: out of service until a transfer succeeds."""
+    """The transfer failed: the replica's weights are unknown, and it is out of service until a transfer succeeds."""
 
     replica: str
     reason: str
 
 
 class ReplicaJoined(NamedTuple):
-    """A replica is there; with a version, if it already serves one."""
+    """A replica was added; with a version, if it already serves one."""
 
     replica: str
     version: int | None = None
 
 
 class ReplicaLost(NamedTuple):
-    """A replica is gone, and what ran on it."""
+    """A replica was lost, and with it the rollouts that ran on it."""
 
     replica: str
     reason: str
@@ -158,7 +159,7 @@ class ValidationStarted(NamedTuple):
 
 
 class ValidationEnded(NamedTuple):
-    """It ended, with a result or without."""
+    """The held-out evaluation of a version ended, with a result or without."""
 
     version: int
 
@@ -202,7 +203,7 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__args__}
 
 
 def event_to_json(event: Event) -> str:
-    """One line of a journal."""
+    """Return an event as one line of a journal."""
     return json.dumps({"event": type(event).__name__, **event._asdict()}, separators=(",", ":"))
 
 
@@ -227,7 +228,7 @@ def _frozen(value: Any) -> Any:
 
 
 class Hold(StrEnum):
-    """Why a slot gets no rollout now."""
+    """Reasons why a slot gets no rollout now."""
 
     WEIGHTS = "weights"
     """The next rollout would be too old on this replica; newer weights are being transferred."""
@@ -257,7 +258,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Begin nothing now."""
+    """Start no rollout in this slot now."""
 
     reason: Hold
 
@@ -277,7 +278,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Give this replica this version."""
+    """Transfer this version to this replica."""
 
     replica: str
     version: int
@@ -285,7 +286,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Validate:
-    """Every replica holds this version: evaluate it. No transfer begins before it ends."""
+    """Evaluate this version, which every replica holds. No transfer begins before the evaluation ends."""
 
     version: int
 
@@ -305,7 +306,9 @@ class ControlledReplica:
 
 
 class Controller:
-    """See the module's docstring. `controller_journal.py` has its JSON."""
+    """State machine of one model's rollouts, training steps and transfers; the invariants are in the module's
+    docstring. `controller_journal.py` has its JSON.
+    """
 
     def __init__(self, terms: StalenessBound, replicas: Iterable[str] = ()) -> None:
         self.terms = terms
@@ -345,14 +348,14 @@ class Controller:
         return Continue(*key, self.pool.attempt_of(key), version)
 
     def training(self) -> Train | None:
-        """The step that can begin now."""
+        """Return the training step that can begin now."""
         if self.in_training or self.finished:
             return None
         batch = self.batch or self.pool.batch()
         return None if batch is None else Train(self.version + 1, batch)
 
     def transfer(self, replica: str) -> Transfer | None:
-        """The version that this replica is to be given now."""
+        """Return the transfer that this replica needs and that can begin now."""
         place, version = self._replica(replica), self._wanted()
         if place.incoming is not None or (place.version is not None and place.version >= version):
             return None
@@ -361,7 +364,7 @@ class Controller:
         return Transfer(replica, version)
 
     def validation(self) -> Validate | None:
-        """The version that can be evaluated now, on all replicas in service."""
+        """Return the version that can be evaluated now, on all replicas in service."""
         due = self.terms.due(self.evaluated, self.version)
         if due is None or self.evaluating is not None:
             return None
@@ -370,7 +373,7 @@ class Controller:
         return Validate(due) if serving and is_loaded else None
 
     def decisions(self) -> Iterator[Decision]:
-        """All that can be done now, for a driver that is in no hurry."""
+        """Yield all decisions that are possible now."""
         if (train := self.training()) is not None:
             yield train
         if (validate := self.validation()) is not None:
@@ -386,7 +389,7 @@ class Controller:
         return self.version == self.terms.iterations
 
     def has_decided(self, position: int) -> bool:
-        """Return whether this group's fate is settled: it was chosen for a step, or dropped."""
+        """Return whether a step has chosen this group, or the group was dropped."""
         return self.pool.has_left(position) or position in (self.batch or ())
 
     def ages(self, groups: Iterable[int]) -> list[int]:
@@ -577,7 +580,7 @@ class Controller:
 
 
 def replay(terms: StalenessBound, replicas: Iterable[str], journal: Iterable[Event]) -> Controller:
-    """The controller to which these events happened."""
+    """Return the controller after these events."""
     controller = Controller(terms, replicas)
     for event in journal:
         controller.apply(event)

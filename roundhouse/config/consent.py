@@ -55,7 +55,11 @@ class SectionKeys:
 
 
 def keys_to_accept(config: RunConfig, place: str = "") -> list[SectionKeys]:
-    """Return the keys that need a person's consent if only a store names them; of one section only if `place` names it."""
+    """Return the keys that need a person's consent if only a store names them.
+
+    Args:
+        place: return only the section with this key and the sections inside it; empty for all.
+    """
     sections = (
         SectionKeys(key, (code := _code_of(section)) | _keys_of(section, has_data), tuple(code))
         for key, section, has_data in _sections(config, "", False)
@@ -75,7 +79,7 @@ def unnamed_code(
     Args:
         overrides: `key=value` of the person's own command line; their keys need no further consent.
         accepted: whether a person accepted a section earlier.
-        place: key of the only section that counts.
+        place: check only the section with this key and the sections inside it; empty for all.
     """
     own = [override.partition("=")[0].strip() for override in overrides]
     return {

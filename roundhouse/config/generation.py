@@ -1,7 +1,7 @@
 """The inference engine, how tokens are drawn, and how new weights reach it from a checkpoint.
 
-Invariant: a weight transport is known by its plug-in alone, or by the `module:Class` that the configuration names; all else
-asks the class.
+Invariant: the plug-in registry, or the configured `module:Class`, decides which class implements a weight transport.
+The class of a built-in transport refuses runs in which it cannot work (`check_transport`).
 """
 
 from __future__ import annotations

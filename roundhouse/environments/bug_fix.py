@@ -70,7 +70,7 @@ json.dump(results, open("{RESULTS}", "w"))
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a library: its lines, bugs that it may have (line number, wrong line), and arguments to test it with."""
+    """Function of a library: its lines, its possible bugs (line number, wrong line), and the source of test arguments."""
 
     module: str
     name: str
@@ -88,7 +88,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """The names of its functions, and which bug the first one has."""
+    """Names of the repository's functions, and the index of the first function's bug."""
 
     functions: tuple[str, ...]
     bug: int
@@ -194,7 +194,7 @@ class BugFix(SandboxedEnvironment[Repository]):
 
 
 def draw(count: int, rng: random.Random) -> Repository:
-    """A repository of which a shown test and a hidden one fail."""
+    """Return a repository with a bug that at least one shown and one hidden test detect."""
     while True:
         names = rng.sample(sorted(FUNCTIONS), count)
         repository = Repository((names[0], *sorted(names[1:])), rng.randrange(len(FUNCTIONS[names[0]].bugs)))
@@ -210,7 +210,7 @@ def draw(count: int, rng: random.Random) -> Repository:
 
 
 def files(repository: Repository) -> dict[str, str]:
-    """The repository's files: a module for each kind of functions, and the tests."""
+    """Return the repository's files by path: a module for each kind of functions, and the tests."""
     texts: dict[str, str] = {f"{SOURCES}__init__.py": ""}
     lines = []
     for name in sorted(repository.functions):
@@ -225,7 +225,9 @@ def files(repository: Repository) -> dict[str, str]:
 
 
 def tested(repository: Repository, bug: int | None) -> CommandResult:
-    """Return the output of `python3 run_tests.py` in a repository with that bug."""
+    """Return the result that `python3 run_tests.py` would have with this bug, computed in this process; for
+    demonstrations.
+    """
     lines = []
     for name in sorted(repository.functions):
         function = FUNCTIONS[name]
@@ -237,7 +239,7 @@ def tested(repository: Repository, bug: int | None) -> CommandResult:
 
 
 def cases(function: Function, name: str, count: int) -> Sequence[tuple[tuple[Any, ...], Any]]:
-    """Arguments and the right results, a function of the name alone."""
+    """Return test arguments with the right results; the same for the same function, `name` and `count`."""
     rng = random.Random(f"{function.name}/{name}")
     drawn = [function.draw(rng) for _ in range(count)]
     return [(arguments, _call(function.source(), function.name, arguments)) for arguments in drawn]

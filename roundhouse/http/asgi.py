@@ -45,10 +45,10 @@ class ClientGone(Exception):
 
 
 async def read_body(receive: Callable[[], Awaitable[Any]]) -> bytes:
-    """The request's whole body.
+    """Return the request's whole body.
 
     Raises:
-        ClientGone: it did not come to its end.
+        ClientGone: the caller disconnected before the end of the body.
     """
     chunks = []
     while (message := await receive())["type"] == "http.request":
@@ -59,10 +59,10 @@ async def read_body(receive: Callable[[], Awaitable[Any]]) -> bytes:
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the caller leaves.
+    """Return the result of the work; cancel the work if the caller disconnects.
 
     Raises:
-        ClientGone: the caller left first.
+        ClientGone: the caller disconnected first.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
     try:
@@ -110,7 +110,7 @@ class _TooLarge(Exception):
 
 
 class BodyLimit:
-    """An ASGI application with the body limit."""
+    """Middleware that limits the size of request bodies."""
 
     def __init__(self, app: Application, limit: int | None = None) -> None:
         self._app = app
@@ -157,7 +157,7 @@ class BodyLimit:
 
 
 async def refuse(send: Send, status: int, code: str, text: str) -> None:
-    """Answer instead of the application, which has not begun to; the rest of the request is not read."""
+    """Answer in place of the application, before it has sent anything; the rest of the request is not read."""
     body = orjson.dumps({"error": {"message": text, "code": code}})
     headers = [(b"content-type", JSON), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -180,7 +180,9 @@ ALLOWED_HOSTS = "ROUNDHOUSE_ALLOWED_HOSTS"
 
 
 class SameOrigin:
-    """An ASGI application that only its own pages and programs reach."""
+    """Middleware that admits programs and pages of this server; it refuses pages of other sites and unknown names in
+    `Host`.
+    """
 
     def __init__(self, app: Application, host: str, names: Collection[str] = ()) -> None:
         """
@@ -234,7 +236,7 @@ def presents(authorization: bytes | str, token: str) -> bool:
 
 
 def token_digest(token: str) -> str:
-    """All that a server has to know of a bearer token that cannot be guessed."""
+    """Return the SHA-256 of a bearer token. A server that stores the digest alone can check the token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -259,7 +261,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """A `Host` without the port, and an IPv6 address without its brackets."""
+    """Return a `Host` without the port, and an IPv6 address without its brackets."""
     name, _, port = host.rpartition(":")
     name = name if name and port.isdecimal() else host
     return name[1:-1] if name.startswith("[") and name.endswith("]") else name

@@ -29,7 +29,7 @@ def record_consent(config: RunConfig, place: str = "", state: Path | None = None
     """Record that the person who starts this configuration accepts the code, servers and secrets that it names.
 
     Args:
-        place: key of the only section that counts.
+        place: record only the section with this key and the sections inside it; empty for all.
         state: state directory of the services that run it, if it is not this process's own.
     """
     directory = _directory() if state is None else state / DIRECTORY
@@ -45,11 +45,11 @@ def record_consent(config: RunConfig, place: str = "", state: Path | None = None
 def unaccepted_code(
     config: RunConfig, overrides: Iterable[str], place: str = "", own: Iterable[RunConfig] = ()
 ) -> dict[str, str]:
-    """Return the keys that neither the overrides (`key=value`) name nor a person on this machine accepted, with their
-    values.
+    """Return the keys, with their values, that were not accepted: by an override (`key=value`), or by a person on this
+    machine.
 
     Args:
-        place: key of the only section that counts.
+        place: check only the section with this key and the sections inside it; empty for all.
         own: configurations of this machine, such as presets; an equal section is accepted.
 
     Raises:
@@ -74,7 +74,7 @@ def refuse_unaccepted_code(
     """Refuse to run code, read files or send secrets that only the store names; arguments as of `unaccepted_code`.
 
     Raises:
-        ConfigError: with the keys, and how to accept them.
+        ConfigError: names the unaccepted keys, and how to accept them.
     """
     if keys := unaccepted_code(config, overrides, place, own):
         lines = "\n".join(f"  {key}: {value}" for key, value in keys.items())

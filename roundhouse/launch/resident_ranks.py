@@ -159,8 +159,8 @@ class RunningRanks:
             if at is None:
                 self._launcher.close()
                 raise ConfigError(
-                    f"train.service.launcher is {service.launcher}, which starts ranks elsewhere, for a run. Set it to "
-                    "subprocess."
+                    f"train.service.launcher is {service.launcher}, which starts ranks on other machines and needs a run for "
+                    "that. To train without a run, set it to subprocess."
                 )
             run, iteration = at
             place = run.stage(iteration, StageKind.TRAIN).location / f"jobs/ranks-{digest[:8]}"

@@ -2,9 +2,10 @@
 at a time.
 
 Invariant: a verdict is an intervention, never a coincidence. A candidate is the cause if the iteration, replayed with
-only this candidate corrected, restores at least half of the fall; rows also must make the previous healthy iteration
-fall, or a minority of its groups must be responsible. Without such a candidate, no verdict is given. Candidates that
-cannot differ (equal verdicts, log-probabilities that the weights confirm) are not tried.
+only this candidate corrected, restores at least half of the fall. For rows, one more proof is required: the fallen
+iteration's rows also make the healthy iteration before it fall, or at most half of the groups explain the fall.
+Without such a candidate, no verdict is given. Candidates that cannot differ (equal verdicts, log-probabilities that
+the weights confirm) are not tried.
 
     metric     0.31 0.44 0.58 0.71 0.81 0.14      fall at version 5, from 0.81 to 0.14
     candidate  code            replayed as it is            0.14     no
@@ -70,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One substitution, and the resulting metric."""
+    """Replay with one substitution, and the resulting metric."""
 
     cause: str
     what: str

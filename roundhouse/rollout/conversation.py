@@ -284,7 +284,7 @@ def _turn(place: int, calls: Sequence[_Call], policy_version: int | None) -> Tur
 
 
 class Conversation:
-    """Begins with a task row's input; grows by replies and tool outputs."""
+    """Conversation of one rollout: the input of a task row, followed by replies and tool outputs."""
 
     def __init__(self, row: TaskRow, item_id: str, system_prompt: str | None = None) -> None:
         """
@@ -323,7 +323,7 @@ class Conversation:
         """Add tools to those of the row.
 
         Raises:
-            UnsupportedItem: one of them cannot be used.
+            UnsupportedItem: the schema of a tool cannot be used.
         """
         tools = storable_json(list(tools))
         self.params = {**self.params, "tools": [*(self.params.get("tools") or []), *tools]}
@@ -331,11 +331,11 @@ class Conversation:
 
     @property
     def output(self) -> list[Item]:
-        """The new items of all turns."""
+        """Return the new items of all turns."""
         return self.items[self._given :]
 
     def add_reply(self, completion: Completion) -> list[dict[str, Any]]:
-        """Record a model call; the tool calls that it asks for, in order.
+        """Record a model call and return the tool calls of its reply, in order.
 
         Raises:
             BadCompletion: the engine's answer is malformed.
@@ -379,7 +379,7 @@ class Conversation:
         return calls
 
     def add_empty_reply(self) -> None:
-        """Stands for a reply that did not fit into the model's context."""
+        """Add an empty assistant message in place of a reply that did not fit into the model's context."""
         self.items += assistant_items({"content": ""}, f"{self._item_id}_0")
 
     def add_tool_output(self, call_id: str, text: str) -> None:
@@ -409,7 +409,7 @@ class Reply:
 
 
 class Dialogue:
-    """The conversation of one attempt."""
+    """Conversation of one attempt, with the engine's replies and the rollout's token budget."""
 
     def __init__(self, attempt: RolloutAttempt) -> None:
         """
@@ -426,7 +426,7 @@ class Dialogue:
         self._attempt = attempt
 
     def offer(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Show the policy more tools than its row has; they join the row on record."""
+        """Offer the policy more tools than its row has; they are added to the recorded row."""
         row_tools, rollout = self.conversation.tools, self._attempt.rollout
         self.conversation.offer(tools)
         if not self.terms.tools:
@@ -434,11 +434,12 @@ class Dialogue:
         rollout.task = {**rollout.task, "responses_create_params": self.conversation.params}
 
     async def ask(self) -> Reply | None:
-        """The policy's next reply, recorded. None: the conversation fills `rollout.max_tokens`, or has outgrown the model's
-        context.
+        """Request the policy's next reply and record it.
+
+        Return None if the conversation fills `rollout.max_tokens`, or exceeds the model's context.
 
         Raises:
-            ContextOverflow: already the task does not fit, and that is not to be judged.
+            ContextOverflow: the task alone exceeds the context, and the attempt does not judge such rollouts.
             InfraError, DataError: the engine failed or refused.
         """
         conversation, limit = self.conversation, self._attempt.config.max_tokens
@@ -479,7 +480,7 @@ class Dialogue:
             self._attempt.rollout.generation_seconds += time.perf_counter() - start
 
     def response(self, finish: str) -> dict[str, Any]:
-        """Everything the policy and the environment added, as one Responses object."""
+        """Return all items of the policy and the environment as one Responses object."""
         conversation, rollout = self.conversation, self._attempt.rollout
         self._attempt.call_ends = conversation.call_ends
         return response_object(
@@ -494,7 +495,7 @@ class Dialogue:
         )
 
     def response_of(self, reply: Reply) -> dict[str, Any]:
-        """One reply alone as a Responses object."""
+        """Return one reply alone as a Responses object."""
         rollout, completion = self._attempt.rollout, reply.completion
         return response_object(
             f"resp_{rollout.seed:08x}_{len(rollout.turns) - 1}",

@@ -45,12 +45,16 @@ def _keeps_own_record(config: RunConfig) -> bool:
 
 
 def in_plan_order(rollouts: list[Rollout]) -> list[Rollout]:
-    """By group and sample. They were written as they finished, and training must not depend on that order."""
+    """Return the rollouts by group and sample: training must not depend on the order in which they finished."""
     return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample))
 
 
 def groups_left_out(rollouts: list[Rollout], sampling: dict[str, Any] | None) -> dict[str, str]:
-    """Why each group that dynamic sampling (its entry in the collect stage's manifest) did not keep is not trained on."""
+    """Return the reason for each group that dynamic sampling did not keep, by group.
+
+    Args:
+        sampling: the entry of dynamic sampling in the collect stage's manifest; empty without it.
+    """
     if not sampling:
         return {}
     kept_groups, surplus = set(sampling["kept"]), set(sampling["surplus"])
@@ -129,7 +133,7 @@ def decoder(run: Run) -> Decode | None:
 
 @dataclass(frozen=True, slots=True)
 class OddTokens:
-    """Tokens of rollouts that are on record as drawn, and that a reader of the texts does not see."""
+    """Counts of tokens that a reader of the decoded text would misread or miss; they are reported and not refused."""
 
     spelled: dict[str, int]
     """For each rollout with some: control tokens that its prompts spell as text (`roundhouse.generation.control_tokens`)."""
@@ -142,7 +146,7 @@ class OddTokens:
         return {"validate/spelled_control_tokens": spelled, "validate/unknown_tokens": unknown}
 
     def details(self) -> dict[str, dict[str, int]]:
-        """Name the first rollouts."""
+        """Return the first rollouts with odd tokens, for the manifest."""
         named = {"spelled_control_tokens": self.spelled, "unknown_tokens": self.unknown}
         return {name: dict(itertools.islice(counts.items(), BREAKS_TOLD)) for name, counts in named.items() if counts}
 
@@ -164,7 +168,7 @@ def odd_tokens(run: Run, rollouts: Sequence[Rollout]) -> OddTokens:
 
 
 def break_metrics(name: str, breaks: dict[str, list[TokenBreak]]) -> dict[str, float]:
-    """Count breaks, or forks, in total and by likely cause."""
+    """Return the metric `name` with the number of breaks, and one metric for each likely cause."""
     causes = Counter(each.cause for rollout_breaks in breaks.values() for each in rollout_breaks)
     return {name: causes.total(), **{f"{name}/{cause.value}": count for cause, count in causes.items()}}
 
@@ -212,7 +216,7 @@ def validate_groups(
 
 
 def rows_of_groups(dataset: Reference, groups: Collection[str]) -> tuple[pa.Table, pa.Table]:
-    """The rows of these groups in the tables `rollouts` and `turns`."""
+    """Return the rows of these groups in the tables `rollouts` and `turns`."""
     rollouts, turns = read_table(dataset, "rollouts"), read_table(dataset, "turns")
     rollouts = rollouts.filter(pc.is_in(rollouts["group_id"], value_set=pa.array(list(groups), pa.string())))
     return rollouts, turns.filter(pc.is_in(turns["rollout_id"], value_set=rollouts["rollout_id"].combine_chunks()))
@@ -497,9 +501,10 @@ def tolerance_of(config: RunConfig) -> float | None:
 
 
 def refuse_mismatched(found: pa.Table, judged: int, config: ValidationConfig, where: str) -> None:
-    """
+    """Raise an error if the recorded weights contradict the log-probabilities of too many sequences.
+
     Raises:
-        DataError: they are more than `validation.max_mismatched_fraction` of the sequences that were judged.
+        DataError: more than `validation.max_mismatched_fraction` of the judged sequences are contradicted.
     """
     if found.num_rows <= config.max_mismatched_fraction * judged:
         return
@@ -515,7 +520,7 @@ def refuse_mismatched(found: pa.Table, judged: int, config: ValidationConfig, wh
 
 
 def vocabulary_size(run: Run) -> int:
-    """Number of token IDs of the run's policy.
+    """Return the number of token IDs of the run's policy.
 
     Raises:
         StoreError: the run does not have a starting policy yet.

@@ -1,8 +1,8 @@
 """Tracking of a run: a thread that writes the store's missing data to MLflow.
 
 Invariant: a working run never waits for MLflow. The server may not be up yet, hang, answer with errors or die: the
-thread retries at every new iteration and at least once a minute, and writes everything that is missing. Only at its end
-a run waits, as long as the page grows, and then for `PATIENCE_SECONDS`.
+thread retries at every new iteration and at least once a minute, and writes everything that is missing. At its end, a
+run waits while data is still being written, and stops waiting `PATIENCE_SECONDS` after the last write.
 
     run      ── update() ──────────── update() ──── finish() … the summary reports whether MLflow has everything
     thread        └ refused ┄ again ┄ refused ┄ again ─ iterations 0 to 7 ─ closed
@@ -75,7 +75,7 @@ class Tracker:
         self.post(lambda page: page.tag(tags))
 
     def log_gauges(self, gauges: dict[str, float]) -> None:
-        """Log numbers of this moment."""
+        """Log numbers with the present time."""
         now = time.time()
         self.post(lambda page: page.log_gauges(gauges, now))
 
@@ -84,9 +84,9 @@ class Tracker:
         self.post(MlflowRun.follow_store)
 
     def settle(self) -> bool:
-        """Wait until the page has all that the store has; whether it has.
+        """Wait until the page has all data of the store, and return whether it has.
 
-        Returns False when it has not grown for `PATIENCE_SECONDS`; before the run's end, also when an attempt has failed.
+        Return False if nothing was written for `PATIENCE_SECONDS`, or, before the run's end, if a write failed.
         """
         with self._changed:
             while self._answered < self._asked:
@@ -141,7 +141,9 @@ class Tracker:
         return self._failures > 0 and not self._ending
 
     def post(self, job: Callable[[MlflowRun], None]) -> None:
-        """Do a job once the server answers, and again if it raises."""
+        """Run a job in the tracker's thread as soon as the server answers. A job that raises is not repeated; of many
+        waiting jobs, the newest `POSTED` are kept.
+        """
         self._posted.append(job)
         with self._changed:
             self._changed.notify_all()
@@ -214,7 +216,7 @@ def catch_up(run: Run, state: str | None = None) -> bool:
 
 
 def open_tracker(run: Run) -> Tracker | None:
-    """The run's tracker; None when tracking is off or no server is named (with a warning)."""
+    """Return the run's tracker. Return None if tracking is off, or no server is named (with a warning)."""
     if not run.config.tracking.in_mlflow:
         return None
     uri = mlflow.server_of(run)

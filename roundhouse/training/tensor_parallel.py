@@ -19,8 +19,9 @@ their outputs:
     attention, router         its own tokens            its own tokens
     experts                   0, 1 for tokens of both   2, 3 for tokens of both
 
-Ranks with the same experts share them by FSDP2; everything else is sharded over all ranks. transformers loads models so
-only if `ep_size` is `tp_size`, but its dispatch (`ep_dispatch_experts`) does not have this bound.
+Ranks with the same experts share them by FSDP2; everything else is sharded over all ranks. The loader of
+transformers splits experts only if `ep_size` equals `tp_size`. This module uses its dispatch (`ep_dispatch_experts`),
+which does not have this limit.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_without_plan(model: PreTrainedModel) -> None:
-    """Refuse a model with layers that are split by more than columns and rows, such as experts.
+    """Refuse a model that columns and rows alone cannot split: one with towers or experts, or without a plan of
+    transformers.
 
     Raises:
-        ConfigError: it is such a model.
+        ConfigError: names the reason and the remedy.
     """
     if is_composite(model):
         raise ConfigError(
@@ -86,10 +88,10 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def refuse_unfit_experts(model: PreTrainedModel, size: int) -> None:
-    """Refuse a model without experts, or with experts that do not divide over so many ranks.
+    """Refuse a model without experts or with towers, and experts that do not divide over so many ranks.
 
     Raises:
-        ConfigError: names the mismatch and the sizes that fit.
+        ConfigError: names the mismatch and the remedy.
     """
     key, plan = f"train.service.expert_parallel is {size}", model.ep_plan or {}
     if is_composite(model):

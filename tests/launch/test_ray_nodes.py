@@ -113,5 +113,7 @@ def test_ranks_listen_at_their_nodes_address_alone_and_one_that_is_killed_elsewh
 
 def test_ranks_elsewhere_belong_to_a_run(cluster: None, tmp_path: Path) -> None:
     run = run_on_nodes(tmp_path, kind="resident")
-    with pytest.raises(ConfigError, match=r"train.service.launcher is ray, which starts ranks elsewhere, for a run"):
+    with pytest.raises(
+        ConfigError, match=r"train.service.launcher is ray, which starts ranks on other machines and needs a run"
+    ):
         open_service(run.config.train, owner="r", temperature=0.9)

@@ -42,7 +42,7 @@ KEPT_SEGMENTS = 200
 
 
 class ControllerJournal:
-    """The journal at a place in the store."""
+    """Journal of one run's controller, at a location in the store."""
 
     def __init__(self, place: Location) -> None:
         self.place = place
@@ -78,7 +78,7 @@ class ControllerJournal:
         self._written, self._begun = number, None
 
     def keep_state(self, controller: Controller) -> None:
-        """Keep the state that the segments so far have led to, and no more than the newest few of either."""
+        """Write the state after the present segments. Delete old states and segments that a restart no longer needs."""
         self.place.write(_state(self._written), snapshot(controller).model_dump_json().encode())
         states = sorted(self._numbers(_STATE))
         for number in states[:-KEPT_STATES]:
@@ -92,8 +92,11 @@ class ControllerJournal:
     def load(self, terms: StalenessBound, replicas: Iterable[str]) -> Controller:
         """Return the controller after all written events.
 
+        Args:
+            terms: the plan and its staleness bound.
+
         Raises:
-            DataError: segments are missing or damaged, or the terms are narrower than the run's first ones.
+            DataError: segments are missing or damaged, or the bound is narrower than at the start of the run.
         """
         for number in sorted(self._numbers(_STATE), reverse=True):
             try:
@@ -166,7 +169,7 @@ class ReplicaState(_Part):
 
 
 class ControllerState(_Part):
-    """Everything that a controller remembers, in an order that does not depend on how it came about."""
+    """State of a controller; equal controllers give equal JSON, whatever the order of their events."""
 
     schema_version: Literal[1] = 1
     groups_an_iteration: int
@@ -194,7 +197,7 @@ class ControllerState(_Part):
 
 
 def snapshot(controller: Controller) -> ControllerState:
-    """The state as it is now."""
+    """Return the present state of a controller."""
     pool = controller.pool
     return ControllerState(
         groups_an_iteration=controller.terms.groups,
@@ -229,7 +232,7 @@ def snapshot(controller: Controller) -> ControllerState:
 
 
 def restore(terms: StalenessBound, state: ControllerState) -> Controller:
-    """Restore a controller in this state. The terms may be wider than before, not narrower.
+    """Restore a controller in this state. The terms may have a wider bound than before, not a narrower one.
 
     Raises:
         DataError: the terms belong to another plan, or started rollouts could break their bound.
@@ -274,7 +277,7 @@ def restore(terms: StalenessBound, state: ControllerState) -> Controller:
 
 
 def state_from_json(text: str | bytes) -> ControllerState:
-    """A state that was kept.
+    """Parse a stored state.
 
     Raises:
         DataError: it is damaged, or of another version of the schema.
@@ -290,11 +293,11 @@ PLACE = "asynchrony"
 
 
 def resume(run: Run, plan: Plan) -> Dispatch:
-    """The dispatch of a run that begins or resumes.
+    """Return the dispatch of a run that starts or resumes: its controller and journal, in agreement with the store.
 
     Raises:
-        StoreError: the journal and the checkpoints are not of one run.
-        DataError: the bound is narrower than that the run began with.
+        StoreError: journal and checkpoints belong to different runs.
+        DataError: the bound is narrower than at the start of the run.
     """
     journal, terms = ControllerJournal(run.location / PLACE), bound_of(run)
     controller = journal.load(terms, ())

@@ -1,17 +1,16 @@
-"""An environment over rollout workers: data items become task rows, and a worker plays each.
+"""An environment over rollout workers: data loaders give items, items become task rows, and a worker plays each row.
 
 Invariant: every rollout has its own worker object, and ends in one of the typed outcomes whatever the worker returns,
 raises or leaves. The default loss mask trains on all its model calls.
 
-Data loaders return items in order and accept returned items. A run takes the items of its loader once, as its tasks, and draws
-them by epochs (`roundhouse.rollout.plan`).
-
-Invariants: `len` is the number of remaining items. An item is returned once, unless it is added again. `reset` restores
-the first state of the loader, without later additions. The order is the file's, or with `shuffle` a function of the
-seed.
+Invariants of data loaders: `len` is the number of remaining items. An item is returned once, unless it is added again.
+`reset` restores the first state of the loader, without later additions. The order is the file's, or with `shuffle` a
+function of the seed.
 
     loader = FileDataLoader("quiz.jsonl", repeat_n=2)     # a, a, b, b; each with group_id, run_id and task_id
     while (item := loader.get_next_item()) is not None: …
+
+A run takes the items of its loader once, as its tasks, and draws them by epochs (`roundhouse.rollout.plan`).
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def _judge(attempt: RolloutAttempt, llm: LlmClient, played: Played) -> None:
 
 
 def worker_service(config: dict[str, Any]) -> HostedOperations:
-    """Load the workers in their process."""
+    """Return the operations of the process that hosts the workers."""
     environment = WorkerEnvironment.model_validate(config)
     make, name = worker_maker(environment), environment.worker.rpartition(":")[2]
     train = LaterItems(environment, environment.train_data, "environment.train_data", is_validate=False)
@@ -200,7 +199,7 @@ def worker_service(config: dict[str, Any]) -> HostedOperations:
 
 
 class LaterItems(Sequence[Any]):
-    """Items of a split, as `items_of`, read when a worker looks at them."""
+    """Items of a split, as `items_of`, read at the first access."""
 
     def __init__(self, config: WorkerEnvironment, data: str, key: str, *, is_validate: bool) -> None:
         self._read = functools.cache(lambda: items_of(config, data, key, is_validate=is_validate))
@@ -417,10 +416,10 @@ class MockDataLoader(BaseDataLoader):
 
 
 class FileDataLoader(BaseDataLoader):
-    """The rows of a .parquet, .csv or .jsonl file, local or of any fsspec scheme, or of several, parted by commas; each
-    `repeat_n` times.
+    """Loader of the rows of .parquet, .csv or .jsonl files, each row `repeat_n` times.
 
-    Copies of a row have the same `group_id` and `task_id` (the row's own `task_id`, or its number) and the `run_id`s 0, 1, ….
+    The URI is local or of any fsspec scheme; commas separate several. Copies of a row have the same `group_id` and
+    `task_id` (the row's own `task_id`, or its number) and the `run_id`s 0, 1, ….
     """
 
     def __init__(
@@ -449,7 +448,7 @@ class FileDataLoader(BaseDataLoader):
 
 
 class TorchDataLoader(FileDataLoader):
-    """The same, made with NexRL's section `data`: `data_files`, `rollout_repeat_n`, `shuffle` and `seed`."""
+    """`FileDataLoader` with the keys of NexRL's section `data`: `data_files`, `rollout_repeat_n`, `shuffle` and `seed`."""
 
     def __init__(self, config: Mapping[str, Any], is_validate: bool = False) -> None:
         super().__init__(
@@ -463,7 +462,7 @@ class TorchDataLoader(FileDataLoader):
 
 
 def read_items(uris: str, key: str) -> list[Item]:
-    """Return the rows of a file, or of several parted by commas, each with `task_id` and `group_id`.
+    """Return the rows of one or several files, separated by commas, each with `task_id` and `group_id`.
 
     Raises:
         ConfigError: a file cannot be read, holds no rows, or has another ending.

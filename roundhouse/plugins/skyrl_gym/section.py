@@ -1,4 +1,4 @@
-"""The section of an environment that skyrl-gym plays."""
+"""Configuration section of `environment.kind: skyrl_gym`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Entry of a process that does one piece of work for another: it reads a spec and returns its error.
+"""Entry of a child process that does one piece of work for its parent: it reads a spec and reports an error.
 
 Invariant: the parent raises the process's error as the same kind, from `error.json` if the process could still write
 it, else from its exit code. The module imports nothing heavy, because the waiting parent imports it too.
 
-    0 done; 65 a data error and 78 a configuration error (repeating does not help); 74 a store error; 75 machines or
-    networks
+    0     done
+    65    a data error, and 78 a configuration error: repeating does not help
+    74    a store error, and 75 an error of machines or networks
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 
 def torchrun(ranks: int, meeting: str) -> list[str]:
-    """Arguments of the interpreter that start the ranks of the only machine, with the environment of `RANKS_MEET_BY_FILE`.
+    """Return the interpreter's arguments that start the ranks of a single machine; set `RANKS_MEET_BY_FILE` in the
+    environment.
 
     Args:
-        meeting: path of a file that is not there yet.
+        meeting: path of a file that does not exist yet.
     """
     by_file = ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-conf", "store_type=file"]
     here = ["--rdzv-id", "program", "--nnodes", "1", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
@@ -54,9 +56,9 @@ def torchrun_of_machine(machine: int | str, machines: int, ranks: int, address: 
     """Return the interpreter's arguments that start the ranks of one of several machines.
 
     Args:
-        machine: its number; ranks are counted from those of machine 0.
-        ranks: on each.
-        address: of machine 0, at which they meet.
+        machine: number of the machine; ranks are counted from those of machine 0.
+        ranks: number of ranks on each machine.
+        address: address of machine 0, the meeting point.
     """
     return [
         *("-m", "torch.distributed.run"),
@@ -69,7 +71,7 @@ def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
     """Read the spec in a file, or at a URI of the store.
 
     Raises:
-        ConfigError: it is missing; `what` names its subject.
+        ConfigError: the spec is missing or malformed; `what` names its subject.
     """
     directory, _, name = path.rpartition("/")
     try:
@@ -80,7 +82,7 @@ def read_spec(kind: type[Spec], path: str, what: str) -> Spec:
 
 
 def tell_error(place: str | None, error: RoundhouseError) -> None:
-    """Leave the error for the parent process, in the directory at this URI."""
+    """Write the error for the parent process into the directory at this URI, and to stderr."""
     sys.stderr.write(f"{error}\n")
     if place is None:
         return
@@ -93,7 +95,7 @@ def tell_error(place: str | None, error: RoundhouseError) -> None:
 
 
 def read_error(location: Location) -> RoundhouseError | None:
-    """The error that a process left, as it was raised there."""
+    """Return the error that a process left, in its original kind; None if it left none."""
     try:
         record = json.loads(location.read(ERROR))
     except (NotFound, ValueError):
@@ -112,7 +114,7 @@ def exit_code(error: RoundhouseError) -> int:
 
 
 def error_of(code: int, what: str, said: str) -> RoundhouseError:
-    """Make the error of a process that left none. `what` names it; `said` is the end of its log."""
+    """Return the error of a process that left none. `what` names the process; `said` is the end of its log."""
     log = f"Last output: {said}"
     if code < 0:
         memory = f" {KILLED_FOR_MEMORY}" if code == -signal.SIGKILL else ""

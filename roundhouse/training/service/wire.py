@@ -82,7 +82,9 @@ def unpack(kind: type[T], body: bytes) -> T:
             if name not in _DTYPES and not np.isfinite(array).all():
                 raise DataError(f"{name} holds a value that is not finite.")
     elif isinstance(value, Gradient) and value.log_probs.ndim != 1:
-        raise DataError(f"log_probs has the shape {value.log_probs.shape}.")
+        raise DataError(
+            f"log_probs has the shape {value.log_probs.shape}. Send one dimension, with a value for each token."
+        )
     return value
 
 

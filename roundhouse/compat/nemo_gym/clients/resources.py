@@ -207,11 +207,12 @@ class _RemoteSession(RemoteSession):
 
 
 def refuse(status: int, text: str, where: str, failure: type[Exception], headers: Mapping[str, str]) -> None:
-    """Raise the meaning of an answer's status; success passes.
+    """Raise the error for an answer's status; return for a status below 300.
 
     Raises:
-        EnvironmentUnavailable: the server fails at present: a 5xx, unless it is known to be the row's fault, or 429.
-        failure: any other status of 300 and more. Our own servers mark a 500 of the environment's code so.
+        EnvironmentUnavailable: the server fails at present: 429 or a 5xx. Our own servers mark a 500 by the environment's
+            code as the row's fault, which raises `failure` instead.
+        failure: any other status of 300 and more.
     """
     if (status >= 500 or status in BUSY) and headers.get(FAILURE_HEADER) != "data":
         raise EnvironmentUnavailable(f"{where} answered {status}: {text}")
@@ -220,7 +221,7 @@ def refuse(status: int, text: str, where: str, failure: type[Exception], headers
 
 
 def lenient_object(text: str) -> dict[str, Any]:
-    """The JSON object that `text` holds, or an empty one."""
+    """Return the JSON object in `text`, or an empty one if the text is anything else."""
     try:
         reply = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -236,10 +237,11 @@ def offers_close(reply: Mapping[str, Any]) -> bool:
 
 
 def refuse_failure_mark(reply: dict[str, Any]) -> None:
-    """Raise if an answer of 200 reports that the verdict is missing.
+    """Raise an error if an answer of status 200 carries a failure mark: its reward of 0 is then not a reward.
 
     Raises:
-        JudgeFailed, VerifierFailed: the reward of 0 next to the mark is not a reward.
+        VerifierFailed: the mark is terminal.
+        JudgeFailed: another attempt may succeed.
     """
     failure = reply.get("_ng_failure_class")
     if failure is not None:
@@ -248,7 +250,7 @@ def refuse_failure_mark(reply: dict[str, Any]) -> None:
 
 
 def verdict_from_reply(reply: dict[str, Any], row: TaskRow) -> Verdict:
-    """The verdict in a /verify answer. Numbers that the row did not hold are the environment's metrics.
+    """Return the verdict in a /verify answer. Numbers that the row lacks are the environment's metrics.
 
     Raises:
         JudgeFailed, VerifierFailed: the answer carries a failure mark.

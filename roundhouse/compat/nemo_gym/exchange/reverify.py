@@ -51,7 +51,7 @@ STATELESS = "stateless"
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """Rows to judge, and treatment of an existing output."""
+    """Options of a reverification: the rows to judge, and the treatment of an existing output."""
 
     inputs: Path
     rollouts: CollectionFiles
@@ -64,9 +64,10 @@ class Reverification:
     force: bool = False
 
     def check(self) -> None:
-        """
+        """Reject contradictory options.
+
         Raises:
-            ConfigError: two of them contradict each other.
+            ConfigError: two options contradict each other.
         """
         if self.append and not self.judge_failed_only:
             raise ConfigError("--append adds recovered rows to the rollouts, and needs --judge-failed-only.")
@@ -170,11 +171,11 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 async def verifiers_of_head(url: str, seconds: float) -> Verifiers:
-    """The resources servers of the agents that a head server knows.
+    """Return the resources servers of the agents that a head server knows.
 
     Raises:
-        InfraError: it does not answer, or not with a configuration.
-        ConfigError: it knows none.
+        InfraError: the head server does not answer, or not with a configuration.
+        ConfigError: the head server knows no such resources server.
     """
     from roundhouse.compat.nemo_gym.clients.connection import look_up_verifiers
 

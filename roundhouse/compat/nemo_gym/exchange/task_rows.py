@@ -157,7 +157,7 @@ def expanded(lines: Iterable[tuple[int, bytes]], how: Materialization, name: str
                     f"{where}: the values of responses_create_params.metadata are texts. Write JSON into a text."
                 )
             if TASK in task_row and not is_index(task_row[TASK]):
-                raise DataError(f"{where} has {TASK} {task_row[TASK]!r}; it is a whole number from 0, or left out.")
+                raise DataError(f"{where} has {TASK} {task_row[TASK]!r}. Set a whole number from 0, or remove it.")
             task_row["responses_create_params"] = task_row["responses_create_params"] | how.params
             row, repeats = task_row, how.repeats.of_agent(agent["name"])
         except DataError as error:

@@ -1,8 +1,8 @@
 """Convert a caller's request to an engine's request; pure functions.
 
 Invariant: `sampling_overrides` take precedence, then the caller's fields, then the extra fields of the request's
-metadata, then the configuration's. Recorded tokens travel once, on the newest message that has them: the engine needs
-no others to continue a prompt exactly, so a call's cost per turn is constant except for new parts.
+metadata, then the configuration's. A request carries recorded tokens once, on the newest message that has them: they
+include the tokens of all earlier turns, so the engine can continue the prompt exactly without the others.
 
 Recorded tokens are restored in the history of an agent that does not echo them. Invariant: tokens are added only to an
 assistant message that ends, word for word, the conversation of a recorded call with its reply, under the same tools and
@@ -138,7 +138,7 @@ def tokenize_body(body: Body) -> Body:
 
 
 def ends_in_reasoning_only(body: Body) -> bool:
-    """Return whether the conversation's last message is an assistant's without text and tool calls."""
+    """Return whether the last message is an assistant message without text and tool calls."""
     last = body["messages"][-1] if body["messages"] else {}
     return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")
 
@@ -203,8 +203,10 @@ Recall = Callable[[bytes], dict[str, Any] | None]
 
 
 def with_recorded_tokens(chat: Body, recall: Recall) -> Body:
-    """Return the chat body with token fields on the newest assistant message that `recall` knows; unchanged if a
-    message carries them already."""
+    """Return the chat body with token fields on the newest assistant message that `recall` knows.
+
+    If a message carries token fields already, the body is returned unchanged.
+    """
     messages = chat["messages"]
     if any(message.get(TOKEN_FIELDS[0]) is not None for message in messages):
         return chat
