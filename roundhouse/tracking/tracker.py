@@ -34,6 +34,9 @@ PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)
 POSTED = 1000
 """So many gauges and tags are kept for a server that is away: one a minute for most of a day."""
 
+POST_ATTEMPTS = 3
+"""The server may die during a tag. A tag that it refuses must not hold back the page for ever."""
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,8 @@ class Tracker:
         self._uri = uri
         self._page: MlflowRun | None = None
         self._posted: deque[Callable[[MlflowRun], None]] = deque(maxlen=POSTED)
+        self._attempts = 0
+        """Attempts at the first of them."""
         self._changed = threading.Condition()
         self._asked = 1
         """Number of the newest request to look into the store."""
@@ -141,8 +146,8 @@ class Tracker:
         return self._failures > 0 and not self._ending
 
     def post(self, job: Callable[[MlflowRun], None]) -> None:
-        """Run a job in the tracker's thread as soon as the server answers. A job that raises is not repeated; of many
-        waiting jobs, the newest `POSTED` are kept.
+        """Run a job in the tracker's thread as soon as the server answers. A job that raises is repeated, `POST_ATTEMPTS`
+        times in all; of many waiting jobs, the newest `POSTED` are kept.
         """
         self._posted.append(job)
         with self._changed:
@@ -165,9 +170,7 @@ class Tracker:
                 for iteration in page.missing_iterations():
                     page.log_iteration(iteration)
                     self._written += 1
-                while self._posted:
-                    self._posted.popleft()(page)
-                    self._written += 1
+                self._run_posted(page)
                 if ending:
                     page.finish(ending)
                 else:
@@ -191,6 +194,21 @@ class Tracker:
                 with self._changed:
                     self._answered = requests
                     self._changed.notify_all()
+
+    def _run_posted(self, page: MlflowRun) -> None:
+        while self._posted:
+            job = self._posted.popleft()
+            self._attempts += 1
+            try:
+                job(page)
+            except Exception:
+                if self._attempts < POST_ATTEMPTS and len(self._posted) < POSTED:
+                    self._posted.appendleft(job)
+                else:
+                    self._attempts = 0
+                raise
+            self._attempts = 0
+            self._written += 1
 
     def _pause(self, seconds: float) -> None:
         """Wait; no longer than until there is more to write."""

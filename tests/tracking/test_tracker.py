@@ -157,6 +157,20 @@ def test_a_server_that_dies_in_the_middle_gets_the_rest_when_it_is_back_and_noth
     assert logged(run) == [0, 1]
 
 
+def test_a_tag_that_the_server_failed_at_is_set_when_it_works(tmp_path, server: FaultyServer):
+    run = a_run(tmp_path, server.url)
+    tracker = tracked(run)
+    until(lambda: tracker.url, "an open page")
+    server.fault = lambda path: "500" if "set-tag" in path else ""
+    tracker.tag({"colour": "green"})
+    assert server.refused.wait(60)
+    server.fault = lambda path: ""
+    assert finished(tracker, 60)
+    page = page_of(MlflowClient(run.config.tracking.uri), run)
+    assert page is not None
+    assert page.data.tags["colour"] == "green"
+
+
 @pytest.mark.parametrize("deleted", ["experiment", "run"])
 def test_what_is_deleted_in_mlflow_is_restored_by_the_run_and_by_the_next_start(
     tmp_path, server: FaultyServer, deleted: str
