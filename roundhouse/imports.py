@@ -13,6 +13,7 @@ foreign package that is not installed is replaced by the module here that has it
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import hashlib
@@ -21,7 +22,9 @@ import importlib.abc
 import importlib.util
 import inspect
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -235,6 +238,27 @@ def broken_torch_extensions() -> dict[str, str]:
             if check.startswith(tuple(f"is_{name}" for name in broken)):
                 function.cache_clear()  # transformers remembers that it has seen the package
     return broken
+
+
+_HIDING = """
+import sys
+from importlib import machinery, util
+
+sys.modules.update(dict.fromkeys({names!r}))
+elsewhere = [each for each in sys.path if each != {directory!r}]
+if (spec := machinery.PathFinder.find_spec("sitecustomize", elsewhere)) is not None:
+    spec.loader.exec_module(util.module_from_spec(spec))
+"""
+
+
+@functools.cache
+def hide_from_children(names: tuple[str, ...]) -> None:
+    """Hide packages from the Python processes that this process starts from now on: a `sitecustomize` before all others."""
+    directory = tempfile.mkdtemp(prefix="roundhouse-hidden-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    Path(directory, "sitecustomize.py").write_text(_HIDING.format(names=names, directory=directory))
+    paths = [directory, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def extensions_remedy(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,6 @@ import pytest
 
 from roundhouse import imports
 from roundhouse.compat.nexrl import Evaluator, SimpleRolloutWorker
-from roundhouse.config.generation import GenerationConfig
 from roundhouse.environments.base import Environment, GymnasiumEnvironment
 from roundhouse.errors import ConfigError
 from roundhouse.generation import vllm_engine
@@ -96,15 +96,19 @@ def test_doctor_names_extensions_that_do_not_fit_torch(broken: dict[str, str], m
     assert machine.torch_extensions() == []
 
 
-@pytest.mark.parametrize(("gpus", "shape"), [(1, "{}"), (0, '{"text_config": {}}')], ids=["gpu", "composite"])
-def test_vllm_is_refused_where_broken_extensions_cannot_be_hidden_from_it(
-    broken: dict[str, str], tmp_path: Path, gpus: int, shape: str
+def test_broken_extensions_are_hidden_from_the_processes_of_vllm_and_refused_for_a_composite_model(
+    broken: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.of_the_user = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    vllm_engine.refuse_broken_extensions(GenerationConfig(), str(tmp_path))
-    (tmp_path / "config.json").write_text(shape)
+    vllm_engine.refuse_broken_extensions(str(tmp_path))
+    child = "import sys; print(sys.of_the_user, [name for name, module in sys.modules.items() if module is None])"
+    seen = subprocess.run([sys.executable, "-P", "-c", child], capture_output=True, text=True, check=True).stdout
+    assert seen.strip() == f"1 {list(broken)}"
+    (tmp_path / "config.json").write_text('{"text_config": {}}')
     with pytest.raises(ConfigError, match=r"torchvision: RuntimeError: operator.*pip uninstall torchvision"):
-        vllm_engine.refuse_broken_extensions(GenerationConfig(gpus_per_replica=gpus), str(tmp_path))
+        vllm_engine.refuse_broken_extensions(str(tmp_path))
 
 
 LOADER = """

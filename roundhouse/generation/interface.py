@@ -294,7 +294,7 @@ class VllmGeneration(ListGeneration):
         )
 
         config = self.tokenized.config
-        refuse_broken_extensions(config, self.model_dir)
+        refuse_broken_extensions(self.model_dir)
         for key, value in environment(config).items():
             os.environ.setdefault(key, value)
         from vllm import LLM

@@ -44,7 +44,7 @@ from roundhouse.generation.protocol import (
 from roundhouse.generation.tool_calls import ToolCalls, ToolParser, bounded, thought_end, tool_call
 from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.http.asgi import Receive, Send
-from roundhouse.imports import broken_torch_extensions, extensions_remedy
+from roundhouse.imports import broken_torch_extensions, extensions_remedy, hide_from_children
 from roundhouse.pretrained import is_composite
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
@@ -94,18 +94,17 @@ def preload(config: GenerationConfig) -> dict[str, str]:
     return {"LD_PRELOAD": library} if library else {}
 
 
-def refuse_broken_extensions(config: GenerationConfig, model_dir: str) -> None:
-    """Hide extensions of torch that cannot be imported from vLLM; refuse them if vLLM would see or miss them.
-
-    On a GPU vLLM starts its engine in another process, which does not hide them. The class of a composite model needs
-    torchvision.
-    """
+def refuse_broken_extensions(model_dir: str) -> None:
+    """Hide extensions of torch that cannot be imported from vLLM and its processes; refuse torchvision for a composite
+    model, whose class needs it."""
     broken = broken_torch_extensions()
-    if broken and (config.gpus_per_replica > 0 or ("torchvision" in broken and is_composite(Path(model_dir)))):
+    if "torchvision" in broken and is_composite(Path(model_dir)):
         errors = "; ".join(f"{name}: {error}" for name, error in broken.items())
         raise ConfigError(
             f"vLLM cannot start, because packages do not fit torch: {errors}. {extensions_remedy(broken)}"
         )
+    if broken:
+        hide_from_children(tuple(broken))
 
 
 def allow_proxies() -> None:
@@ -226,7 +225,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self) -> None:
-        refuse_broken_extensions(self.config, self._model_dir)
+        refuse_broken_extensions(self._model_dir)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
