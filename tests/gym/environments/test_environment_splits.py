@@ -46,7 +46,7 @@ def test_guess_number_splits_draw_from_the_same_numbers_evenly_and_say_so() -> N
     environment = load(GuessNumberEnvironment(upper=7))
     counts = [Counter(row["hidden"] for row in environment.tasks(split)) for split in ("train", "heldout")]
     assert counts[0] == counts[1] == dict.fromkeys(range(1, 8), 20)
-    assert "draw from the same" in (search.__doc__ or "")
+    assert "draw from the same" in (search.GuessNumber.__doc__ or "")
 
 
 @pytest.mark.parametrize("config", [CalculatorEnvironment(), SortEnvironment(digits=3), GuessNumberEnvironment()])
