@@ -208,6 +208,29 @@ def hide_packages(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+def kind_package(kind: str, version: str) -> Any:
+    """Import the package of an environment's kind.
+
+    Args:
+        kind: `environment.kind` and the package's module; with hyphens, its distribution and the extra of Roundhouse.
+        version: beginning of the supported versions, such as `0.7.`.
+
+    Raises:
+        ConfigError: the package cannot be imported, or has another version.
+    """
+    name = kind.replace("_", "-")
+    remedy = f"pip install 'roundhouse[{name}]'"
+    try:
+        package = importlib.import_module(kind)
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.kind is {kind}, but the package {name} cannot be imported ({error}): {remedy}."
+        ) from error
+    if not (present := metadata.version(name)).startswith(version):
+        raise ConfigError(f"environment.kind is {kind}, which needs {name} {version}x, not {present}: {remedy}.")
+    return package
+
+
 TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with libraries that are compiled for one build of torch. vLLM requires all three. If
 they are installed, transformers and vLLM import them for text models, too."""

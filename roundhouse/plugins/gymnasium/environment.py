@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text, read_arguments
 from roundhouse.errors import ConfigError
+from roundhouse.imports import kind_package
 
 VERSION = "1."
 """Versions with the interface that this module uses."""
@@ -43,7 +44,7 @@ class Gymnasium(GymnasiumEnvironment):
         Raises:
             ConfigError: the package is missing or of another version, or the environment cannot be made or described.
         """
-        self._gym = _package()
+        self._gym = kind_package("gymnasium", VERSION)
         self._id, self._options = id, dict(options or {})
         if observation == "render":
             self._options["render_mode"] = "ansi"
@@ -118,20 +119,3 @@ class Gymnasium(GymnasiumEnvironment):
         if not space.contains(action):
             raise ValueError(f"choose from {space}")
         return action
-
-
-def _package() -> Any:
-    from importlib.metadata import version
-
-    remedy = "pip install 'roundhouse[gymnasium]'"
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.kind is gymnasium, but the package gymnasium cannot be imported ({error}): {remedy}."
-        ) from error
-    if not (installed := version("gymnasium")).startswith(VERSION):
-        raise ConfigError(
-            f"environment.kind is gymnasium, which needs gymnasium {VERSION}x, not {installed}: {remedy}."
-        )
-    return gymnasium

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, final_text
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.imports import kind_package
 from roundhouse.plugins.reasoning_gym.section import ReasoningGymPart
 
 VERSION = "0.1."
@@ -43,7 +44,7 @@ class ReasoningGym(Environment):
         Raises:
             ConfigError: the package is missing or of another version, or does not know a name or an option.
         """
-        gym = _package()
+        gym = kind_package("reasoning_gym", VERSION)
         self._numbers: dict[Split, range] = {"train": range(train), "heldout": range(train, train + heldout)}
         common = {"seed": seed, "size": train + heldout}
         if dataset is not None:
@@ -87,23 +88,6 @@ class ReasoningGym(Environment):
             "question": question,
             "problem": number,
         }
-
-
-def _package() -> Any:
-    from importlib.metadata import version
-
-    remedy = "pip install 'roundhouse[reasoning-gym]'"
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.kind is reasoning_gym, but the package reasoning-gym cannot be imported ({error}): {remedy}."
-        ) from error
-    if not (installed_version := version("reasoning-gym")).startswith(VERSION):
-        raise ConfigError(
-            f"environment.kind is reasoning_gym, which needs reasoning-gym {VERSION}x, not {installed_version}: {remedy}."
-        )
-    return reasoning_gym
 
 
 def _made(

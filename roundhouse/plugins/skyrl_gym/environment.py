@@ -17,7 +17,7 @@ from typing import Any
 from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text
 from roundhouse.environments.dataset import PARAMETERS, dealt_rows
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.imports import load_class
+from roundhouse.imports import kind_package, load_class
 
 VERSION = "0.4."
 """Versions with the interface that this module uses."""
@@ -41,7 +41,7 @@ class SkyRLGym(GymnasiumEnvironment):
         Raises:
             ConfigError: the package is missing or of another version, or it lacks the environment.
         """
-        self._gym = _package()
+        self._gym = kind_package("skyrl_gym", VERSION)
         self._source = (data, subset, split, "prompt", heldout)
         self._class = load_class(env, self._gym.Env, "environment.env") if env is not None and ":" in env else None
         self._env, self._config = env, SimpleNamespace(**(env_config or {}))
@@ -91,20 +91,3 @@ class SkyRLGym(GymnasiumEnvironment):
 
     async def close(self, state: Any) -> None:
         await asyncio.to_thread(state.close)
-
-
-def _package() -> Any:
-    from importlib.metadata import version
-
-    remedy = "pip install 'roundhouse[skyrl-gym]'"
-    try:
-        import skyrl_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.kind is skyrl_gym, but the package skyrl-gym cannot be imported ({error}): {remedy}."
-        ) from error
-    if not (installed := version("skyrl-gym")).startswith(VERSION):
-        raise ConfigError(
-            f"environment.kind is skyrl_gym, which needs skyrl-gym {VERSION}x, not {installed}: {remedy}."
-        )
-    return skyrl_gym

@@ -20,7 +20,7 @@ from typing import Any
 
 from roundhouse.environments.base import GymnasiumEnvironment, GymStep, Split, TaskRow, final_text
 from roundhouse.errors import ConfigError, DataError
-from roundhouse.imports import load_function
+from roundhouse.imports import kind_package, load_function
 
 VERSION = "0.7."
 """Versions with the interface that this module uses."""
@@ -61,7 +61,7 @@ class TextArena(GymnasiumEnvironment):
         Raises:
             ConfigError: the package is missing or of another version, or the game cannot be made, or needs other players.
         """
-        self._arena = _package()
+        self._arena = kind_package("textarena", VERSION)
         self._seeds: dict[Split, range] = {
             "train": range(seed, seed + train),
             "heldout": range(seed + train, seed + train + heldout),
@@ -155,23 +155,6 @@ def _random_move(observation: str, generator: random.Random) -> str:
         f"The observation shows no move in square brackets, so that a random opponent cannot move: {observation[-300:]!r}. Set "
         "environment.opponent to your function."
     )
-
-
-def _package() -> Any:
-    from importlib.metadata import version
-
-    remedy = "pip install 'roundhouse[textarena]'"
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(
-            f"environment.kind is textarena, but the package textarena cannot be imported ({error}): {remedy}."
-        ) from error
-    if not (installed_version := version("textarena")).startswith(VERSION):
-        raise ConfigError(
-            f"environment.kind is textarena, which needs textarena {VERSION}x, not {installed_version}: {remedy}."
-        )
-    return textarena
 
 
 def _made(arena: Any, name: str, options: Mapping[str, Any]) -> Any:
