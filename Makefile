@@ -14,7 +14,7 @@ export PYTHON GPU
 # Each of the many processes that runs and tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: contracts help setup quickstart pretrained tool smollm2 up down test test-real test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-hosted bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan reference docs format lock clean
+.PHONY: contracts help setup quickstart pretrained tool smollm2 up down test test-real test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-hosted bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan bench-precision reference docs format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -106,6 +106,9 @@ bench-mfu: setup ## share of the machine's peak in forward and backward, memory 
 bench-packing: setup ## how full the bins, how equal the ranks, beside TRL, SkyRL and verl (PEER_PYTHON=: where they are)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/packing.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(BENCH_ARGS)
 
+bench-precision: setup ## distance of vLLM's log-probabilities from the trainer's by number format and model (BENCH_ARGS="--models qwen3_moe")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/precision.py $(BENCH_ARGS)
+
 bench-validate: setup ## false alarms and CPU of the proofs between collection and training (BENCH_ARGS="--rollouts 4096")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python benchmarks/validate.py $(BENCH_ARGS)
 
@@ -151,8 +154,9 @@ bench-plan: setup ## memory plans beside the measured peaks of training steps (B
 bench-checkpoint: setup ## a large checkpoint written, published, verified, refitted, resumed; peak memory (BENCH_ARGS="--gigabytes 16")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m benchmarks.checkpoint $(BENCH_ARGS)
 
-reference: setup ## write the pages of docs/ that are printed from the code
+reference: setup ## write the pages of docs/ and the JSON schema of configs/ that are printed from the code
 	$(BIN)/python -m roundhouse.config.reference > docs/configuration-reference.md
+	$(BIN)/python -m roundhouse.config.reference --schema > configs/run.schema.json
 	$(BIN)/python -m roundhouse.stages.metric_catalogue > docs/metrics.md
 
 # Not quiet: that would hide the warnings which --strict counts.

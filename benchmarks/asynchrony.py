@@ -23,8 +23,8 @@ import platform
 import statistics
 import time
 
-from roundhouse.config.simulation import Scenario, parse_scenario
-from roundhouse.simulation.run import SimulationResult, simulate
+from roundhouse.plugins.lab.simulation.run import SimulationResult, simulate
+from roundhouse.plugins.lab.simulation.scenario import Scenario, parse_scenario
 
 GROUPS, GROUP_SIZE, REPLICAS = 32, 8, 8
 SHAPES = {"wide": 32, "narrow": 8, "scarce": 2}

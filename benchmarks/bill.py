@@ -2,8 +2,9 @@
 
     python -m benchmarks.bill [--kills 100] [--forks 5] [--iterations 3] [--seed 0]
 
-A run and its forks are driven one after the other (`tests.replays.billed`: shards, resident ranks, evaluations, no Prefect), at
-an engine that computes nothing and takes its time. Meanwhile drivers, shards and ranks are killed with SIGKILL. Then
+A run and its forks are driven one after the other (`tests.plugins.lab.replays.billed`: shards, resident ranks, evaluations,
+no Prefect), at an engine that computes nothing and takes its time. Meanwhile drivers, shards and ranks are killed with
+SIGKILL. Then
 
     tokens         of all bills, against those that the engine's process noted with each answer: equal
     CPU seconds    of all bills, against what the system counted of all processes, from when each driver began to drive
@@ -33,7 +34,7 @@ from roundhouse.generation.protocol import Draw, Engine, Generated
 from roundhouse.stages.cost import bill_of
 from roundhouse.store.run import load_run
 from tests.chaos.stand import Server
-from tests.replays import billed
+from tests.plugins.lab.replays import billed
 
 CHANCES: dict[billed.Target, int] = {"shard": 6, "trainer": 2, "driver": 2}
 MEDIAN_SECONDS, SIGMA = 0.4, 0.5

@@ -30,7 +30,7 @@ import yaml
 from benchmarks.soak import small_policy
 from benchmarks.waiting import OPERATION_SECONDS, TOKEN_SECONDS
 from roundhouse.infra import services
-from roundhouse.simulation.doctor import Diagnosis, diagnose
+from roundhouse.plugins.lab.simulation.doctor import Diagnosis, diagnose
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import Run, load_run
 from tests.chaos.stand import Server

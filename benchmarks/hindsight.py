@@ -2,10 +2,11 @@
 
     python -m benchmarks.hindsight [--seeds 1 2] [--iterations 10]
 
-Two runs of a tiny policy begin from the same weights (`tests/replays/planted.py`), one of them with a bug in its verifier from
-the first iteration on. Its rollouts are re-scored by the right verifier, and the starting weights are trained on them in
-several ways; no token is generated for that. What is measured of a version is the chance of a right answer to the tasks of its
-evaluation, exactly. Recovered is the share of the difference between the two runs. The last line is JSON.
+Two runs of a tiny policy begin from the same weights (`tests/plugins/lab/replays/planted.py`), one of them with a bug in its
+verifier from the first iteration on. Its rollouts are re-scored by the right verifier, and the starting weights are trained
+on them in several ways; no token is generated for that. The measure of a version is the exact chance of a
+right answer to the tasks of its evaluation. Recovered is the share of the difference between the two runs. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-from roundhouse.replays import replay, rescore
-from roundhouse.replays.stages import load_replay
+from roundhouse.plugins.lab.replays import replay, rescore
 from roundhouse.stages.fork import offline_config
-from roundhouse.stages.train import release_trainer
+from roundhouse.stages.trainer_home import release_trainers
+from roundhouse.store.replays import load_replay
 from roundhouse.store.run import Run
-from tests.replays.in_range import HELD_OUT, RANGE
-from tests.replays.planted import HEALTHY, Judge, Plant, planted_run, turned_verdict
+from tests.plugins.lab.replays.in_range import HELD_OUT, RANGE
+from tests.plugins.lab.replays.planted import HEALTHY, Judge, Plant, planted_run, turned_verdict
 from tests.stages import offline_world
 
 BUGS: dict[str, Judge] = {
@@ -81,7 +82,7 @@ def recovered(judge: Judge, seed: int, iterations: int) -> dict[str, float]:
             config = offline_config(store, run_id, name, ("mended@all",), at="0", overrides=[*overrides, *STALE])
             with redirect_stdout(sys.stderr):  # a line an iteration
                 run = offline_world.train_to_the_end(config)
-            release_trainer()
+            release_trainers()
             found[way] = chance_of_right(run, run.config.iterations)
     return {way: (value - low) / (high - low) for way, value in found.items()}
 

@@ -28,9 +28,9 @@ from typing import Any
 
 import psutil
 
-from roundhouse.infra.kubernetes.job import RunJobs
-from roundhouse.infra.kubernetes.names import LABEL
-from roundhouse.infra.kubernetes.watching import Watched
+from roundhouse.plugins.kubernetes.job import RunJobs
+from roundhouse.plugins.kubernetes.names import LABEL
+from roundhouse.plugins.kubernetes.watching import Watched
 from tests.k8s.control_plane import assets, control_plane
 from tests.k8s.nodes import Command, Nodes, fresh_namespace
 from tests.k8s.stand import real_stand

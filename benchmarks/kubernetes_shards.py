@@ -32,7 +32,7 @@ from tests.k8s.control_plane import assets, control_plane
 
 if TYPE_CHECKING:
     from roundhouse.config.kubernetes import KubernetesInfra
-    from roundhouse.infra.kubernetes.cluster import Cluster
+    from roundhouse.plugins.kubernetes.cluster import Cluster
 
 Object = dict[str, Any]
 
@@ -68,7 +68,7 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
     import roundhouse_flows._prefect.tuning  # before Prefect, as a flow does
     import roundhouse_flows.train  # noqa: F401
     from roundhouse.config.loading import parse_config
-    from roundhouse.launch import kubernetes_jobs
+    from roundhouse.plugins.kubernetes import launcher
     from roundhouse.stages.collect import collect_iteration
     from roundhouse.store.run import open_run
     from roundhouse.store.stage import read_manifest
@@ -91,13 +91,13 @@ def collect(store: str, namespace: str, engine: str, shards: int, group_size: in
     }
     run = open_run(parse_config(tree))
     weights = run.begin(run.stage(1, "refit"), policy_version=0).commit()
-    clusters, connect = [], kubernetes_jobs.connect
+    clusters, connect = [], launcher.connect
 
     def connect_and_keep(infra: KubernetesInfra) -> Cluster:
         clusters.append(connect(infra))
         return clusters[-1]
 
-    kubernetes_jobs.connect = connect_and_keep
+    launcher.connect = connect_and_keep
     before, cpu, began = _memory("VmRSS"), time.process_time(), time.monotonic()
     reference = collect_iteration(run, 1, weights, engine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu

@@ -3,7 +3,7 @@
     python -m benchmarks.mutation_score [--mutants 12] [--seed 0] [--repeats 1000] [--only KIND]
 
 Each corpus is rollouts played without an engine: demonstrations, good and bad, some cut off after two turns, and variations of
-the good ones, each with one thing changed (`tests/replays/recorded.py`). Mutants are drawn by a seed at lines that judging the
+the good ones, each with one thing changed (`tests/gym/recorded.py`). Mutants are drawn by a seed at lines that judging the
 corpus executes (`roundhouse env test --mutants`); each that survives is listed. Seconds are of judging, by the environment as
 it is and by its mutants: what a check before a merge takes once the corpus is recorded.
 
@@ -27,9 +27,9 @@ from pydantic import TypeAdapter
 
 from roundhouse.config.models import EnvironmentConfig
 from roundhouse.environments import included_sections
-from roundhouse.replays.environment_tests import check_environment, mutate
+from roundhouse.plugins.lab.replays.environment_tests import check_environment, mutate
 from roundhouse.trajectories.records import Rollout
-from tests.replays.recorded import demonstrated, varied
+from tests.gym.recorded import demonstrated, varied
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 SANDBOXED = ("code", "terminal", "bug_fix")

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import yaml
 
 from benchmarks.soak import small_policy
-from roundhouse.config.simulation import parse_scenario
 from roundhouse.infra import services
-from roundhouse.simulation.comparison import recorded_scenario
-from roundhouse.simulation.run import simulate
+from roundhouse.plugins.lab.simulation.comparison import recorded_scenario
+from roundhouse.plugins.lab.simulation.run import simulate
+from roundhouse.plugins.lab.simulation.scenario import parse_scenario
 from roundhouse.stages.report import iteration_manifests
 from roundhouse.store.run import Run, load_run
 from tests.chaos.stand import Server

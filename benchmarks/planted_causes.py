@@ -2,11 +2,10 @@
 
     python -m benchmarks.planted_causes [--healthy 10] [--only NAME] [--seed 0 …] [--trials]
 
-Each planted run (`tests/replays/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing goes wrong. A
-verdict is right when cause and iteration are. A plant that did no harm has no fall to explain and does not count. A likely
-cause is counted apart, and so is a fall without a verdict. The bound on stage runs is log2(n) + 6 for n iterations; those for
-the smallest set are counted apart. Nothing here has an engine.
-The last line is JSON.
+Each planted run (`tests/plugins/lab/replays/planted.py`) has eight iterations of a tiny policy, each evaluated, and one thing
+goes wrong. A verdict is right when cause and iteration are. A plant that did no harm has no fall to explain and
+does not count. A likely cause is counted apart, and so is a fall without a verdict. The bound on stage runs is log2(n) + 6 for
+n iterations; those for the smallest set are counted apart. Nothing here has an engine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundhouse.replays.bisect import Bisection, bisect
-from tests.replays.planted import HEALTHY, PLANTS, Plant, planted_run
+from roundhouse.plugins.lab.replays.bisect import Bisection, bisect
+from tests.plugins.lab.replays.planted import HEALTHY, PLANTS, Plant, planted_run
 
 ITERATIONS = 8
 

@@ -39,7 +39,7 @@ from benchmarks.process_tree import ProcessTree, Recording
 from roundhouse.config.loading import load_config
 from roundhouse.config.models import RunConfig
 from roundhouse.environments.base import TaskRow
-from roundhouse.environments.short_questions import ShortQuestions
+from roundhouse.plugins.example_environments.short_questions import ShortQuestions
 from roundhouse.policy.gguf import converted
 from roundhouse.policy.model_directory import bundled_file
 from roundhouse.rollout.plan import round_tasks

@@ -29,6 +29,7 @@ import pyarrow as pa
 from roundhouse.config.loading import parse_config
 from roundhouse.cpu import process_seconds
 from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish, retain
 from roundhouse.stages.policy import starting_policy
 from roundhouse.store.run import Run, open_run
@@ -62,7 +63,7 @@ def main() -> None:
             results.append(
                 {"case": name, "value": round(seconds, 3), "unit": "s", "cpu": round(cpu, 3), "wait": waited}
             )
-            stage.release_trainer()
+            trainer_home.release_trainers()
     print("\n" + json.dumps({"bench": "publication", "s3": options.s3, "layers": options.layers, "results": results}))
 
 

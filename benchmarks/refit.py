@@ -41,6 +41,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.generation.served_policy import ServedPolicy
 from roundhouse.generation.vllm_worker import RefitExtension, complete_reload
+from roundhouse.plugins.transfer.transport import Sender, TransferOffer
 from roundhouse.stages.checkpoint import publish
 from roundhouse.store.directories import scratch_beside, upload_model
 from roundhouse.store.location import Location
@@ -50,7 +51,6 @@ from roundhouse.weight_sync.cache import NodeCache
 from roundhouse.weight_sync.checkpoint_files import proved_digest
 from roundhouse.weight_sync.replica_state import DesiredPolicy
 from roundhouse.weight_sync.tensor_files import SHARD_BYTES, TensorHeader, TensorWriter, iterate, shards
-from roundhouse.weight_sync.transfer import Sender, TransferOffer
 
 if TYPE_CHECKING:
     from roundhouse.generation.vllm_engine import VllmEngine

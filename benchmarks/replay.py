@@ -33,12 +33,12 @@ from pydantic import TypeAdapter
 from benchmarks.mutated_verifier import turned
 from roundhouse.config.models import EnvironmentConfig
 from roundhouse.environments import included_sections
-from roundhouse.replays import replay
-from roundhouse.replays.verdicts import judge_all
+from roundhouse.plugins.lab.replays import replay
+from roundhouse.plugins.lab.replays.verdicts import judge_all
 from roundhouse.store.location import Location
 from roundhouse.trajectories.records import Rollout
-from tests.replays.recorded import demonstrated
-from tests.replays.trained import trained_run
+from tests.gym.recorded import demonstrated
+from tests.plugins.lab.replays.trained import trained_run
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 MUTANTS, SANDBOXED = 20, "code"

@@ -35,7 +35,7 @@ import psutil
 import yaml
 
 from benchmarks.trend import BLOCKS, Trend, trend
-from roundhouse.config.environments import CalculatorEnvironment
+from roundhouse.config.included_environments import CalculatorEnvironment
 from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.infra import services

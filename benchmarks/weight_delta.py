@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from roundhouse.config.models import OptimizerConfig, TrainConfig
+from roundhouse.plugins.delta.transport import apply_delta, write_delta
 from roundhouse.store.directories import upload_model
 from roundhouse.store.location import Location
 from roundhouse.training.batch import TrainingSequences
 from roundhouse.training.trainer import Trainer
-from roundhouse.weight_sync.delta import apply_delta, write_delta
 from roundhouse.weight_sync.tensor_files import TensorFile, weight_files
 
 VOCABULARY = 32_000

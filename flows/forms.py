@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from roundhouse import plugins
 from roundhouse.config.loading import apply_override, load_config, parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.infra.consents import refuse_unaccepted_code
-from roundhouse.replays import replay
-from roundhouse.replays.comparison import Comparison, DriftGate
-from roundhouse.replays.stages import Say, substituted_config
 from roundhouse.shipped import shipped
 from roundhouse.stages.fork import Method, fork_config, offline_config
 from roundhouse.store.run import load_run
+
+if TYPE_CHECKING:
+    from roundhouse.plugins.lab.replays.comparison import Comparison
 
 PRESETS_VARIABLE = "ROUNDHOUSE_PRESETS"
 """Directory of the presets, if it is not `configs` of the working directory."""
@@ -363,23 +364,26 @@ class ReplayForm(RunForm):
     drift_gate: bool = True
     """Stop when the recorded rollouts no longer fit the policy."""
 
-    def replay(self, say: Say = lambda line: None) -> Comparison:
+    def replay(self, say: Callable[[str], None] = lambda line: None) -> Comparison:
         """Run it.
 
         Raises:
-            StoreError, ConfigError: as `roundhouse.replays.replay`; the run names code that nobody accepted here.
+            StoreError, ConfigError: a stage, checkpoint or input is missing; the run names code that nobody accepted here.
         """
-        config = substituted_config(load_run(self.store, self.run_id).config, self.changes())
-        refuse_unaccepted_code(config, self.named(), own=own_configurations(None))
-        return replay(
+
+        def accept(config: RunConfig) -> None:
+            refuse_unaccepted_code(config, self.named(), own=own_configurations(None))
+
+        return plugins.factory("operation", "replay")(
             self.store,
             self.run_id,
             range(self.first, (self.last or self.first) + 1),
             self.stages,
-            overrides=self.changes(),
-            inputs={} if self.rollouts is None else {"rollouts": self.rollouts},
-            name=self.name,
-            gate=DriftGate() if self.drift_gate else None,
+            self.changes(),
+            {} if self.rollouts is None else {"rollouts": self.rollouts},
+            self.name,
+            accept,
+            gated=self.drift_gate,
             say=say,
         )
 

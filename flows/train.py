@@ -13,12 +13,13 @@ from prefect import Flow, flow
 from roundhouse.config.defaults import rate_notes
 from roundhouse.config.models import RunConfig
 from roundhouse.stages.collect import with_epochs
+from roundhouse.stages.machine_fit import policy_notes
 from roundhouse.stages.offline import with_iterations
 from roundhouse.stages.preflight import refuse_unknown_metric, refuse_unready
 from roundhouse.stages.refit import awake_at_end, own_gym
 from roundhouse.stages.report import reaches_target
 from roundhouse.stages.task_survey import input_digests, task_warnings
-from roundhouse.stages.train import trainer_released_at_end
+from roundhouse.stages.trainer_home import trainer_released_at_end
 from roundhouse.store.lease import driving
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference
@@ -74,7 +75,7 @@ def _opened(config: RunConfig) -> Run:
     if not is_first_start():
         return open_run(config)
     run = open_run(config, first_start=True, inputs=input_digests(config))
-    for note in rate_notes(run.config):
+    for note in [*rate_notes(run.config), *policy_notes(run.config)]:
         log.info("%s", note)
     for warning in task_warnings(config):
         log.warning("%s", warning)
@@ -99,7 +100,7 @@ def _driven(run: Run) -> Iterator[None]:
         heartbeat(run),
         engine_released_at_end(run),
         awake_at_end(run),
-        trainer_released_at_end(),
+        trainer_released_at_end(run),
     ):
         yield
 

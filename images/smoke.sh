@@ -4,14 +4,14 @@ set -eu
 role=$1 python=${2:-python}
 case $role in
     gym)
-        "$python" -m roundhouse.compat.nemo_gym.servers.resources --help >/dev/null
-        "$python" -m roundhouse.compat.nemo_gym.model_server --help >/dev/null
-        "$python" -c 'import roundhouse.compat.nemo_gym.servers.head, roundhouse.compat.nemo_gym.servers.own_server'
+        "$python" -m roundhouse.plugins.nemo_gym.servers.resources --help >/dev/null
+        "$python" -m roundhouse.plugins.programs.model_server --help >/dev/null
+        "$python" -c 'import roundhouse.plugins.nemo_gym.servers.head, roundhouse.plugins.nemo_gym.servers.own_server'
         "$python" -c 'import importlib, pkgutil, roundhouse.environments as kinds
 for module in pkgutil.iter_modules(kinds.__path__, kinds.__name__ + "."):
     importlib.import_module(module.name)'
         ;;
-    flow) "$python" -c 'import roundhouse_flows.train, roundhouse.cli, roundhouse.infra.kubernetes.job, kubernetes, s3fs' ;;
+    flow) "$python" -c 'import roundhouse_flows.train, roundhouse.cli, roundhouse.plugins.kubernetes.job, kubernetes, s3fs' ;;
     trainer)
         "$python" -m roundhouse.training.service.one_shot --help >/dev/null
         "$python" -c 'import s3fs, roundhouse.cli, roundhouse.launch.resident_ranks, roundhouse.training.service.server'

@@ -33,6 +33,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from roundhouse.pretrained import text_part
+
 SEVERAL_THREADS_FROM = 10_000_000
 """Parameters from which on more than one thread is taken."""
 CPUINFO = Path("/proc/cpuinfo")
@@ -66,8 +68,7 @@ def slowness() -> float:
 
 def parameters_of(config_file: Path) -> int:
     """Return the approximate number of a model's parameters from its config.json; 0 if unknown."""
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config = config.get("text_config") or config
+    config = text_part(json.loads(config_file.read_text(encoding="utf-8")))
     try:
         hidden, layers, vocabulary = (config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
     except KeyError:

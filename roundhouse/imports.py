@@ -6,7 +6,7 @@ once in a process, however often it is named, so its classes keep their identity
 
 A relative path is looked up under each of `bases` in turn, then under NEXRL_PATH, if set, then in the working
 directory. The old name of a moved module in a stored run's configuration is read as the new name (`MOVED`). A
-foreign package that is not installed is replaced by the module here that has its names (`FOREIGN`).
+foreign package that is not installed is replaced by a module here that has its names (`ForeignNames`).
 
     load_class("evaluator.py:Exact", Evaluator, "environment.evaluator", ["recipes/quiz/agent_workspace"])
 """
@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -33,43 +33,56 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from roundhouse import plugins
 from roundhouse.errors import ConfigError
 
 T = TypeVar("T")
 
+_EXAMPLES = ("bug_fix", "code", "frozen_lake", "search", "short_questions", "sql_world", "terminal", "warehouse")
 MOVED = {
+    **{f"roundhouse.environments.{name}": f"roundhouse.plugins.example_environments.{name}" for name in _EXAMPLES},
     "roundhouse.gym.environments": "roundhouse.environments",
     "roundhouse.gym.environment": "roundhouse.environments.base",
     "roundhouse.gym.gymnasium": "roundhouse.environments.base",
-    "roundhouse.gym.workers": "roundhouse.compat.nexrl",
+    "roundhouse.gym.workers": "roundhouse.plugins.nexrl",
+    "roundhouse.compat.command": "roundhouse.plugins.programs.command",
+    "roundhouse.compat": "roundhouse.plugins",
+    "roundhouse.programs": "roundhouse.plugins.programs",
+    "roundhouse.replays": "roundhouse.plugins.lab.replays",
+    "roundhouse.simulation": "roundhouse.plugins.lab.simulation",
+    "roundhouse.weight_sync.delta": "roundhouse.plugins.delta.transport",
+    "roundhouse.config.simulation": "roundhouse.plugins.lab.simulation.scenario",
 }
-"""Moved packages and modules with classes that configurations name, by their old names."""
-
-
-FOREIGN = {"nexrl": "roundhouse.compat.nexrl", "nemo_rl": "roundhouse.compat.nemo_rl"}
-"""Modules with the names of foreign packages, by the package; `MODULES` of each are the package's modules."""
+"""Moved packages and modules that configurations and files of users name, by their old names."""
 
 
 class ForeignNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages of `FOREIGN`, the last of all finders: an installed package is found before."""
+    """Finds a foreign package that is not installed, the last of all finders."""
+
+    def __init__(self, package: str, modules: Collection[str], names: str) -> None:
+        self.package = package
+        self._modules = modules
+        self._names = names
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        package = fullname.partition(".")[0]
-        if package not in FOREIGN or (
-            fullname != package and fullname not in importlib.import_module(FOREIGN[package]).MODULES
-        ):
+        if fullname != self.package and fullname not in self._modules:
             return None
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        names = importlib.import_module(FOREIGN[module.__name__.partition(".")[0]])
+        names = importlib.import_module(self._names)
         module.__getattr__ = functools.partial(getattr, names)  # type: ignore[method-assign]
 
 
-def provide_foreign_names() -> None:
-    """Let code of users import the names of `FOREIGN`."""
-    if not any(isinstance(finder, ForeignNames) for finder in sys.meta_path):
-        sys.meta_path.append(ForeignNames())
+def provide_foreign_names(package: str, modules: Collection[str], names: str) -> None:
+    """Let code of users import from a foreign package, also if it is not installed.
+
+    Args:
+        modules: the package's modules.
+        names: module here that has their names.
+    """
+    if not any(isinstance(finder, ForeignNames) and finder.package == package for finder in sys.meta_path):
+        sys.meta_path.append(ForeignNames(package, modules, names))
 
 
 def load_class(target: str, kind: type[T] | tuple[type[T], ...], key: str, bases: Sequence[str | Path] = ()) -> type[T]:
@@ -119,7 +132,7 @@ def _named(target: str, key: str, bases: Sequence[str | Path], what: str) -> tup
     where, separator, name = target.rpartition(":")
     if not separator or not where or not name:
         raise ConfigError(f"{key} is {target!r}: write path/to/file.py:{what} or package.module:{what}.")
-    provide_foreign_names()
+    plugins.names("environment")  # the folders of plug-ins provide names of foreign packages
     module = _file_module(where, key, bases) if where.endswith(".py") else _module(_moved(where), key)
     symbol: object = module
     for part in name.split("."):
@@ -136,14 +149,16 @@ def add_import_path(directory: str | Path) -> None:
 
 def _moved(name: str) -> str:
     old = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
-    return name if old is None else MOVED[old] + name.removeprefix(old)
+    return name if old is None else _moved(MOVED[old] + name.removeprefix(old))
 
 
 def _hint(error: BaseException) -> str:
     """Return the new places of modules that a user's file imports by their old names."""
-    if not isinstance(error, ModuleNotFoundError) or not str(error.name).startswith("roundhouse.gym"):
+    if not isinstance(error, ModuleNotFoundError):
         return ""
-    return " These modules moved: " + ", ".join(f"{old} is {new}" for old, new in MOVED.items()) + "."
+    name = f"{error.name}."
+    moved = [old for old in MOVED if f"{old}.".startswith(name) or name.startswith(f"{old}.")]
+    return f" These modules moved: {', '.join(f'{old} is {MOVED[old]}' for old in moved)}." if moved else ""
 
 
 def _module(name: str, key: str) -> ModuleType:
@@ -236,25 +251,30 @@ TORCH_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 they are installed, transformers and vLLM import them for text models, too."""
 
 
+_OPERATORS = ("nms", "qnms")
+_SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+"""Compiled operators that torchvision looks up on import, for detectors of objects."""
+
+
 @functools.cache
 def broken_torch_extensions() -> dict[str, str]:
     """Import torch's extensions, hide the broken ones from this process, and return their errors by name.
 
     PyPI has builds for CUDA, which fail with a torch for CPU. A hidden package looks as if it were not installed, which
-    text models do not notice. Without this call, transformers fails and blames a class of a model.
+    text models do not notice. Without this call, transformers fails and blames a class of a model. A torchvision that
+    lacks only its compiled library is imported without it: transforms of images do not use it.
     """
     broken = {}
     for name in TORCH_EXTENSIONS:
         if not _is_installed(name):
             continue
         try:
-            importlib.import_module(name)
+            _import_extension(name)
         except Exception as error:  # noqa: BLE001 - a broken library ends in any kind
             if name == "torchcodec" and isinstance(error, RuntimeError):
                 continue  # FFmpeg is missing, which vLLM and transformers expect
             broken[name] = " ".join(f"{type(error).__name__}: {error}".split())
-            for module in [each for each in sys.modules if each.startswith(f"{name}.")]:
-                del sys.modules[module]
+            _forget_submodules(name)
             sys.modules[name] = None  # type: ignore[assignment]  # None there means: no such module
     if broken and (checks := sys.modules.get("transformers.utils.import_utils")):
         for check, function in vars(checks).items():
@@ -263,11 +283,50 @@ def broken_torch_extensions() -> dict[str, str]:
     return broken
 
 
-_HIDING = """
+def _import_extension(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        import torch
+
+        _forget_submodules(name)
+        for operator in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, operator):
+                torch.library.define(f"torchvision::{operator}", _SIGNATURE)
+        importlib.import_module(name)
+
+
+def _forget_submodules(name: str) -> None:
+    for module in [each for each in sys.modules if each.startswith(f"{name}.")]:
+        del sys.modules[module]
+
+
+def lacks_compiled_operators() -> bool:
+    """Return whether this process has imported a torchvision without its compiled library."""
+    extension = sys.modules.get("torchvision.extension")
+    return extension is not None and not extension._has_ops()
+
+
+_IN_CHILDREN = """
 import sys
 from importlib import machinery, util
 
+
+class Declaring:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            from torch import library
+
+            for operator in {operators!r}:
+                library.define("torchvision::" + operator, {signature!r})
+
+
 sys.modules.update(dict.fromkeys({names!r}))
+if {declare!r}:
+    sys.meta_path.insert(0, Declaring())
 elsewhere = [each for each in sys.path if each != {directory!r}]
 if (spec := machinery.PathFinder.find_spec("sitecustomize", elsewhere)) is not None:
     spec.loader.exec_module(util.module_from_spec(spec))
@@ -275,11 +334,19 @@ if (spec := machinery.PathFinder.find_spec("sitecustomize", elsewhere)) is not N
 
 
 @functools.cache
-def hide_from_children(names: tuple[str, ...]) -> None:
-    """Hide packages from the Python processes that this process starts from now on: a `sitecustomize` before all others."""
+def mend_extensions_of_children(names: tuple[str, ...], declare: bool) -> None:
+    """Prepare the Python processes that this process starts from now on, by a `sitecustomize` before all others.
+
+    Args:
+        names: packages to hide.
+        declare: let torchvision be imported without its compiled library.
+    """
     directory = tempfile.mkdtemp(prefix="roundhouse-hidden-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    Path(directory, "sitecustomize.py").write_text(_HIDING.format(names=names, directory=directory))
+    text = _IN_CHILDREN.format(
+        names=names, declare=declare, operators=_OPERATORS, signature=_SIGNATURE, directory=directory
+    )
+    Path(directory, "sitecustomize.py").write_text(text)
     paths = [directory, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 

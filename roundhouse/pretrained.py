@@ -59,6 +59,30 @@ def is_composite(directory: Path) -> bool:
     return file.is_file() and isinstance(json.loads(file.read_text(encoding="utf-8")).get("text_config"), dict)
 
 
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the language model: of a composite model one of several."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def keeps_states(directory: Path) -> bool:
+    """Return whether a model has layers with a state in place of keys and values: state spaces, linear attention,
+    convolutions."""
+    return _has_key(directory, ("mamba_", "ssm_", "linear_num_", "conv_L", "hybrid_override"))
+
+
+def has_linear_attention(directory: Path) -> bool:
+    """Return whether a model has layers of linear attention (Qwen 3-Next, 3.5)."""
+    return _has_key(directory, ("linear_num_",))
+
+
+def _has_key(directory: Path, beginnings: tuple[str, ...]) -> bool:
+    """Return whether the language model's configuration has a key that begins so."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return any(key.startswith(beginnings) for key in text_part(config))
+
+
 def is_left_out(model: Any, name: str) -> bool:
     """Return whether published files may have this tensor although the model has not: a layer that predicts further
     tokens (`mtp.*`), which transformers does not load."""

@@ -28,7 +28,7 @@ from roundhouse.health.heartbeat import outcome_of
 from roundhouse.stages import report as stage
 from roundhouse.stages.collect import read_rollouts
 from roundhouse.stages.report import iteration_page
-from roundhouse.stages.train import release_trainer
+from roundhouse.stages.trainer_home import trainer_home
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Manifest, Reference, StageKind
 from roundhouse.tracking.ended_runs import close_other_pages
@@ -111,7 +111,7 @@ def report_iteration(run: Run, iteration: int) -> Reference:
 @task(name="summary", task_run_name="summary", **STAGE)
 def finish_run(run: Run) -> dict[str, Any]:
     """Write the plot and the summary, let the trainer go, and close the MLflow run."""
-    release_trainer()
+    trainer_home(run).release()
     summary = stage.summarize(run)
     with tempfile.TemporaryDirectory() as directory:
         picture = Path(directory) / PLOT

@@ -82,6 +82,8 @@ SHARED = {
         "generation/test_own_backend",
         "generation/test_sleep",
         "generation/test_standalone",
+        "plugins/adapter/test_adapter",
+        "plugins/test_refits",
         "stages/test_refit_transports",
         "stages/test_turns",
         "store/test_earlier_store",
@@ -102,7 +104,11 @@ SLOWEST = [line for line in (Path(__file__).parent / "slowest.txt").read_text().
 """Files that are started first: a long file that is started last keeps one worker busy and the others idle."""
 
 
-APART = {"tests/benchmarks/test_commands.py", "tests/config/test_every_key.py", "tests/replays/test_bisect.py"}
+APART = {
+    "tests/benchmarks/test_commands.py",
+    "tests/config/test_every_key.py",
+    "tests/plugins/lab/replays/test_bisect.py",
+}
 """Files of long tests that share no fixture: as one piece of work they would keep one worker busy when the others are done."""
 
 

@@ -149,9 +149,10 @@ def test_a_command_of_before_is_refused_with_the_word_of_today(command: str, tod
     [
         *("runs show nosuch", "runs resume nosuch", "runs cost nosuch", "runs status nosuch", "runs approve nosuch"),
         *("runs lineage nosuch 1", "runs lineage r 99", "runs compare r nosuch", "runs fork nosuch --run-id new"),
-        *("runs fork r --run-id new --at 99", "view nosuch", "view r --iteration 99"),
+        *("runs fork r --run-id new --at 99",),
         *("train-offline nosuch --run-id new --dataset d", "train-offline r --run-id new --dataset nosuch"),
-        *("export nosuch --output out --iteration 1", "datasets list nosuch", "datasets prune nosuch --keep-last 1"),
+        "export nosuch --format nemo_gym --output out --iteration 1",
+        *("datasets list nosuch", "datasets prune nosuch --keep-last 1"),
         pytest.param('query "SELECT 1 FROM rollouts" --run nosuch', id="query"),
     ],
 )
@@ -163,9 +164,7 @@ def test_what_the_store_does_not_have_is_one_exit_code_in_every_command(command:
     assert exit_code(error) == 74, error
 
 
-@pytest.mark.parametrize(
-    "command", ["runs list", "runs show r", "datasets list", "store verify", "store gc --delete", "view"]
-)
+@pytest.mark.parametrize("command", ["runs list", "runs show r", "datasets list", "store verify", "store gc --delete"])
 def test_a_store_that_is_not_there_is_not_taken_for_an_empty_one(command: str, tmp_path: Path) -> None:
     error = CliRunner().invoke(app, [*command.split(), "--store", str(tmp_path / "none")]).exception
     assert isinstance(error, StoreError)
@@ -202,7 +201,9 @@ def test_the_version_and_shell_completion_are_there() -> None:
     assert "_ROUNDHOUSE_COMPLETE" in roundhouse("--show-completion", "bash", named_shell=True).stdout
 
 
-@pytest.mark.parametrize("command", ["export r --iteration 1 --output /proc/x", "gym init mine --directory /proc/x"])
+@pytest.mark.parametrize(
+    "command", ["export r --iteration 1 --format nemo_gym --output /proc/x", "gym init mine --directory /proc/x"]
+)
 def test_a_place_that_cannot_be_written_is_an_error_of_its_option(command: str, tmp_path: Path) -> None:
     """It was a traceback."""
     write_run(str(tmp_path / "store"), iterations=1)
@@ -215,7 +216,8 @@ def test_a_place_that_cannot_be_written_is_an_error_of_its_option(command: str, 
 
 def test_an_export_says_that_it_made_its_directory(tmp_path: Path) -> None:
     write_run(str(tmp_path / "store"), iterations=1)
-    command = ["export", "r", "--iteration", "1", "--output", str(tmp_path / "new"), "--store", str(tmp_path / "store")]
+    command = ["export", "r", "--iteration", "1", "--format", "nemo_gym", "--output", str(tmp_path / "new")]
+    command += ["--store", str(tmp_path / "store")]
     assert f"made the directory {tmp_path / 'new'}" in CliRunner().invoke(app, command).stdout
     assert "made the directory" not in CliRunner().invoke(app, command).stdout
 
@@ -408,7 +410,7 @@ def test_a_run_is_deleted_after_a_question_and_not_while_a_process_drives_it(
     "command",
     [
         "collect configs/quickstart.yaml",
-        "gym import rollouts.jsonl",
+        "import rollouts.jsonl",
         "replay r --iterations 1",
         "rescore r",
         "branch r --rollout a --iteration 1 --turn 0",

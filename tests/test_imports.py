@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,12 @@ from types import ModuleType
 import pytest
 
 from roundhouse import imports
-from roundhouse.compat.nexrl import Evaluator, SimpleRolloutWorker
-from roundhouse.environments.base import Environment, GymnasiumEnvironment
+from roundhouse.environments.base import Environment
 from roundhouse.errors import ConfigError
 from roundhouse.generation import vllm_engine
 from roundhouse.imports import load_class
 from roundhouse.infra.checks import machine
+from roundhouse.plugins.nexrl import Evaluator, SimpleRolloutWorker
 from roundhouse.pretrained import load_pretrained
 from tests.broken_extensions import SOURCES, write_broken_extensions
 
@@ -25,11 +26,6 @@ from tests.broken_extensions import SOURCES, write_broken_extensions
     ("stored", "kind", "name"),
     [
         ("roundhouse.gym.environments.calculator:Calculator", Environment, "roundhouse.environments.calculator"),
-        (
-            "roundhouse.gym.environments.frozen_lake:FrozenLake",
-            GymnasiumEnvironment,
-            "roundhouse.environments.frozen_lake",
-        ),
         ("roundhouse.gym.workers:SimpleRolloutWorker", SimpleRolloutWorker, SimpleRolloutWorker.__module__),
         ("roundhouse.gym.workers:Evaluator", Evaluator, Evaluator.__module__),
     ],
@@ -38,10 +34,18 @@ def test_a_stored_configuration_names_a_class_by_its_old_module(stored: str, kin
     assert load_class(stored, kind, "environment.target").__module__ == name
 
 
-def test_a_file_that_imports_an_old_module_is_refused_with_the_new_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("roundhouse.gym.environment", "roundhouse.environments.base"),
+        ("roundhouse.replays", "roundhouse.plugins.lab.replays"),
+        ("roundhouse.config.simulation", "roundhouse.plugins.lab.simulation.scenario"),
+    ],
+)
+def test_a_file_that_imports_an_old_module_is_refused_with_the_new_names(tmp_path: Path, old: str, new: str) -> None:
     file = tmp_path / "weather.py"
-    file.write_text("from roundhouse.gym.environment import Environment\n")
-    with pytest.raises(ConfigError, match=r"roundhouse\.gym\.environment is roundhouse\.environments\.base"):
+    file.write_text(f"from {old}.base import Environment\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{old} is {new}")):
         load_class(f"{file}:Weather", Environment, "environment.target")
 
 

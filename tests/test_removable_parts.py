@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from roundhouse import plugins
+
 ROOT = Path(__file__).parents[1]
+FOLDERS = [module.name for module in pkgutil.iter_modules(plugins.__path__) if module.ispkg]
+TRANSPORTS = [
+    name
+    for name in FOLDERS
+    if any(key.startswith("weight_transport.") for key in importlib.import_module(f"roundhouse.plugins.{name}").PLUGINS)
+]
 REMOVABLE = (
-    "roundhouse.compat",
-    "roundhouse.infra.kubernetes",
-    "roundhouse.launch.kubernetes_jobs",
+    *(f"roundhouse.plugins.{name}" for name in FOLDERS),
     "roundhouse.sql",
-    "roundhouse.view",
-    # collection while training runs, and the simulator of its controller
+    # collection while training runs
     "roundhouse_flows.generation",
     "roundhouse.collection.asynchronous",
-    "roundhouse.simulation",
     "roundhouse.stages.prefetch",
 )
 
@@ -32,6 +39,8 @@ class Removed:
             raise ModuleNotFoundError(f"{name} was removed")
 
 sys.meta_path.insert(0, Removed())
+import roundhouse.plugins
+roundhouse.plugins.__path__ = []
 import roundhouse_flows.train
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
@@ -42,6 +51,28 @@ def test_imports_point_downwards_only() -> None:
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield the names that a file imports when it is imported itself."""
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Import):
+            yield from (each.name for each in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            yield from (f"{statement.module}.{each.name}" for each in statement.names)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_tests_of_the_core_are_collected_without_a_weight_transport(name: str) -> None:
+    own = ROOT / "tests" / "plugins" / name
+    folders = tuple(f"{package}.plugins.{name}" for package in ("roundhouse", "tests"))
+    needing = [
+        str(file)
+        for file in (ROOT / "tests").rglob("*.py")
+        if not file.is_relative_to(own)
+        and any(f"{each}.".startswith(f"{folder}.") for each in _imported(file) for folder in folders)
+    ]
+    assert needing == []
 
 
 @pytest.mark.real
@@ -55,33 +86,3 @@ def test_an_iteration_runs_without_the_removable_parts() -> None:
     entered = done.stdout.splitlines()
     assert "roundhouse.training.trainer" in entered
     assert not [name for name in entered if name.startswith(REMOVABLE)]
-
-
-def imported_with_the_module(node: ast.AST) -> set[str]:
-    """Names of the modules that are imported outside of functions."""
-    found: set[str] = set()
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(child, ast.ImportFrom) and child.module:
-            found |= {child.module, *(f"{child.module}.{name.name}" for name in child.names)}
-        elif isinstance(child, ast.Import):
-            found |= {name.name for name in child.names}
-        found |= imported_with_the_module(child)
-    return found
-
-
-def test_no_module_imports_the_compatibility_with_foreign_worlds_at_its_start() -> None:
-    """A run imports the modules of a plug-in only if it names the plug-in."""
-    files = [*ROOT.glob("roundhouse/**/*.py"), *ROOT.glob("flows/**/*.py"), *ROOT.glob("tasks/**/*.py")]
-    users = {
-        name
-        for file in files
-        if not (name := str(file.relative_to(ROOT))).startswith(("roundhouse/compat/", "roundhouse/plugins/"))
-        and any(
-            module.startswith("roundhouse.compat") for module in imported_with_the_module(ast.parse(file.read_text()))
-        )
-    }
-    assert users == set()

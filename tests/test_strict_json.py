@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import iter_rows, parsed_row
+from roundhouse.environments.task_files import parsed_row
 from roundhouse.errors import DataError
+from roundhouse.plugins.nemo_gym.exchange.json_lines import iter_rows
 from roundhouse.strict_json import DuplicateKey, read_json
 
 TWICE = ['{"reward": 0.0, "reward": 1.0}', '[{"a": {"b": 1, "c": [], "b": 2}}]', '{"a": 1, "\\u0061": 2}']

@@ -19,7 +19,7 @@ from roundhouse.cli import app
 from roundhouse.cli.options import console, error_console, out, print_table
 from roundhouse.cli.terminal import show_controls_in_logs, visible_controls
 from roundhouse.errors import StoreError
-from tests.replays.recorded import opened
+from tests.gym.recorded import opened
 
 CLIPBOARD = "\x1b]52;c;QQ\x07"
 C1 = "\x9d0;title\x9c"

@@ -40,10 +40,11 @@ from _pytest.runner import runtestprotocol
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from roundhouse.config.gym_servers import AgentServerConfig, EnvironmentServerConfig, ModelServerConfig
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.models import RunConfig, WarmStartPolicy
 from roundhouse.config.section import Section
+from roundhouse.plugins.nemo_gym.server_sections import AgentServerConfig, EnvironmentServerConfig
+from roundhouse.plugins.programs.model_server.section import ModelServerConfig
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests/config/shown_by.txt"
@@ -55,7 +56,24 @@ FOLDERS = (
     "roundhouse_tasks",
 )  # an editable installation resolves links
 PRODUCT = tuple(f"{ROOT / folder}{os.sep}" for folder in FOLDERS)
-CONFIG = f"{ROOT / 'roundhouse/config'}{os.sep}"
+IN_TABLE = (
+    "container_sandbox",
+    "example_environments",
+    "kubernetes_sandbox",
+    "nemo_gym",
+    "nexrl",
+    "programs",
+    "tinker",
+)
+"""Plug-ins whose keys have lines; tests/contracts hold the others to their packages."""
+CONFIG = (
+    f"{ROOT / 'roundhouse/config'}{os.sep}",
+    *(
+        str(ROOT / f"roundhouse/plugins/{name}/{file}.py")
+        for name in IN_TABLE
+        for file in ("section", "server_sections", "model_server/section")
+    ),
+)
 READERS = ("product", "config")
 """Who ignores a key: the product without roundhouse.config, or with it."""
 IMPORTED = ("torch", "transformers", "mlflow", "prefect", "ray", "pyarrow.dataset", "duckdb", "fastapi", "s3fs")
@@ -115,7 +133,7 @@ def all_keys() -> dict[str, type[BaseModel]]:
         (declared(each, key), key)
         for root in ROOTS
         for each in sections(root)
-        if not each.__module__.startswith("roundhouse.plugins.")  # held to their packages by tests/contracts
+        if not each.__module__.startswith("roundhouse.plugins.") or each.__module__.split(".")[2] in IN_TABLE
         for key in each.model_fields
         if key == "kind" or not has_one_value(declared(each, key), key)
     ]

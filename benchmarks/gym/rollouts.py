@@ -263,7 +263,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engine_port, server_port = options.engine_port or free_port(), free_port()
         stack.enter_context(served(str(HERE / "instant_engine.py"), "--port", str(engine_port)))
-        server = "roundhouse.compat.nemo_gym.servers.resources"
+        server = "roundhouse.plugins.nemo_gym.servers.resources"
         pid = stack.enter_context(served("-m", server, "--environment", "rollouts:Weather", "--port", str(server_port)))
         engine, resources = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{server_port}"
         wait_for(f"{engine}/v1/models")

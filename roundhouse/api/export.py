@@ -28,7 +28,7 @@ from roundhouse.store.directories import DIGESTS, download_files
 from roundhouse.store.location import Location
 from roundhouse.store.run import TRAINER, Run, state_of
 from roundhouse.store.stage import FileEntry, Reference, is_weights, read_manifest
-from roundhouse.weight_sync.tensor_files import rewrite, weight_files
+from roundhouse.weight_sync.tensor_files import TensorFile, rewrite, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +173,7 @@ def _write_adapter(run: Run, checkpoint: Reference, directory: Path, target: Pat
         download_files(
             place, {n: e for n, e in own.items() if n == ADAPTER_CONFIG or n.startswith(ADAPTER_STEM)}, stored
         )
+        _refuse_experts(stored)
         _rewrite(weight_files(stored, ADAPTER_STEM), directory, dtype)
         for path in filter(lambda path: path.suffix == ".json", stored.iterdir()):
             shutil.copyfile(path, directory / path.name)
@@ -190,6 +191,18 @@ def _write_adapter(run: Run, checkpoint: Reference, directory: Path, target: Pat
     settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base, "inference_mode": True}
     (directory / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _refuse_experts(stored: Path) -> None:
+    """Refuse an adapter of matrices that are fused over experts, for which PEFT's files have no form like ours."""
+    from roundhouse.training.expert_adapters import OF_EXPERTS
+
+    names = (tensor.name for path in weight_files(stored, ADAPTER_STEM) for tensor in TensorFile(path).tensors())
+    if (name := next(filter(OF_EXPERTS.search, names), None)) is not None:
+        raise ConfigError(
+            f"The adapter changes matrices of experts ({name}), which PEFT does not load. Export the whole model with --merge "
+            "(in Python merge=True)."
+        )
 
 
 def _write_base(

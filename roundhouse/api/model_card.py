@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from roundhouse import __version__
-from roundhouse.config.training import BundledPolicy, PretrainedPolicy
 from roundhouse.sql.lineage import segments_of
 from roundhouse.stages.evaluate import set_of
 from roundhouse.stages.report import environment_name, iteration_manifests
@@ -13,16 +12,9 @@ from roundhouse.store.stage import Reference, StageKind, read_manifest
 
 def model_card(run: Run, store: str, checkpoint: Reference, dtype: str | None, *, is_adapter: bool) -> str:
     """Return the text of README.md of an exported version."""
-    version, policy = checkpoint.policy_version, run.config.policy
+    version, origin = checkpoint.policy_version, run.config.policy.origin
     manifest = read_manifest(checkpoint)
     library = "peft" if is_adapter else "transformers"
-    origin = (
-        policy.path
-        if isinstance(policy, PretrainedPolicy)
-        else policy.name
-        if isinstance(policy, BundledPolicy)
-        else None
-    )
     lineage = [
         ("run", f"`{run.run_id}` (uid `{run.uid}`)"),
         ("policy version", str(version)),

@@ -8,9 +8,10 @@ run.rollouts(iteration=3, split="train").filter(status="completed").to_pandas()
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from roundhouse import plugins
 from roundhouse.api.stores import named_store
 from roundhouse.api.values import override_texts
 from roundhouse.errors import ConfigError, StoreError
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from roundhouse.api.checkpoints import Checkpoint
     from roundhouse.api.rows import Rows
     from roundhouse.config.models import RunConfig
-    from roundhouse.replays.comparison import Comparison
-    from roundhouse.replays.verdicts import VerdictDiff
+    from roundhouse.plugins.lab.replays.comparison import Comparison
+    from roundhouse.plugins.lab.replays.verdicts import VerdictDiff
     from roundhouse.sql.lineage import RunComparison
     from roundhouse.sql.parts import StageFiles
 
@@ -369,16 +370,10 @@ def replay(
         StoreError: a stage, checkpoint or input is missing.
         ConfigError: a substitution that cannot be, or code that only the store names and nobody accepted on this machine.
     """
-    from roundhouse.infra.consents import record_consent, refuse_unaccepted_code
-    from roundhouse.replays import replay as replay_stages
-    from roundhouse.replays.stages import substituted_config
-
     handle, texts = _opened(run, store), override_texts(overrides)
-    config = substituted_config(handle.config, texts)
-    refuse_unaccepted_code(config, texts)
-    record_consent(config)
     numbers = [iterations] if isinstance(iterations, int) else iterations
-    return replay_stages(handle.store, handle.run_id, numbers, stages, overrides=texts, inputs=inputs, name=name)
+    operation = plugins.factory("operation", "replay")
+    return operation(handle.store, handle.run_id, numbers, stages, texts, inputs, name, _accepting(texts))
 
 
 def rescore(
@@ -401,16 +396,20 @@ def rescore(
         StoreError: no rollouts to judge, or the dataset has verdicts of another judge.
         ConfigError: the environment cannot be loaded, another key is overridden, or nobody accepted its code on this machine.
     """
-    from roundhouse.infra.consents import record_consent, refuse_unaccepted_code
-    from roundhouse.replays import rescore as judge_anew
-    from roundhouse.replays.verdicts import collections_of, judging_config
-
     handle, texts = _opened(run, store), override_texts(overrides)
-    for reference in collections_of(handle.store, handle.run_id, iterations):
-        config = judging_config(handle.store, reference, texts)
-        refuse_unaccepted_code(config, texts)
+    operation = plugins.factory("operation", "rescore")
+    return operation(handle.store, handle.run_id, name, iterations, texts, _accepting(texts))
+
+
+def _accepting(overrides: list[str]) -> Callable[[RunConfig], None]:
+    """Return a function that records the consent to a configuration, or refuses code that these overrides do not name."""
+    from roundhouse.infra.consents import record_consent, refuse_unaccepted_code
+
+    def accept(config: RunConfig) -> None:
+        refuse_unaccepted_code(config, overrides)
         record_consent(config)
-    return judge_anew(handle.store, handle.run_id, name, iterations=iterations, overrides=texts)
+
+    return accept
 
 
 def _opened(run: RunHandle | str, store: str | os.PathLike[str] | None) -> RunHandle:

@@ -10,13 +10,13 @@ import typer
 
 from roundhouse import __version__
 from roundhouse.cli import (
-    gym_data,
-    gym_servers,
+    env_try,
     offline,
     plugins,
     prefect,
-    replay,
+    project,
     reports,
+    rollout_files,
     runs,
     services,
     store,
@@ -46,25 +46,20 @@ def _show_version(asked: bool) -> None:
 
 
 runs.app.add_typer(reports.app)
-gym = typer.Typer(no_args_is_help=True, help="Environments by NeMo Gym's contracts: configuration, servers, data.")
-gym.add_typer(gym_servers.app)
-gym.add_typer(gym_data.app)
 COMMANDS: tuple[tuple[typer.Typer, str | None], ...] = (
     (training.app, None),
+    (project.app, None),
     (services.app, None),
     (prefect.app, None),
     (runs.app, "runs"),
     (offline.app, None),
     (offline.datasets_app, "datasets"),
-    (replay.app, None),
-    (replay.replays_app, "replays"),
-    (replay.env_app, "env"),
+    (env_try.app, "env"),
     (prefect.schedule_app, "schedule"),
     (prefect.alerts_app, "alerts"),
     (store.app, "store"),
-    (gym, "gym"),
-    (gym_data.export_app, None),
-    (plugins.app, None),
+    (rollout_files.app, None),
+    (plugins.app, "plugins"),
     (store.commands, None),
 )
 """Groups of commands with their names, in the order of `roundhouse --help`; a group without a name holds top-level commands."""

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
     from roundhouse.trajectories.records import Rollout
 
+app = typer.Typer(no_args_is_help=True, help="Environments, tried and tested.")
+
 FAILED = 1
 """Exit code if a rollout failed."""
 
 
+@app.command("try")
 def env_try(
     target: Annotated[
         str, typer.Argument(metavar="TARGET", help="file.py:Class, a built-in kind, or a configuration file (YAML).")

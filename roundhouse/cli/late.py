@@ -1,4 +1,4 @@
-"""The commands of the root: built-in ones and those of plug-ins, converted to click only when they run.
+"""The commands of the root and of its groups: built-in ones and those of plug-ins, converted to click only when they run.
 
 Invariant: `roundhouse --help` and a command do not pay for the options of other commands, which take half of a start; a package
 that cannot be imported disturbs only its own command.
@@ -45,38 +45,43 @@ class Late:
 
 
 class LateCommands(MutableMapping[str, Any]):
-    """The root's commands by name."""
+    """Commands of a group by name."""
 
-    def __init__(self, late: Mapping[str, Late]) -> None:
-        self._late = late
-        self._converted: dict[str, Any] = {}
+    def __init__(self, commands: Mapping[str, Any]) -> None:
+        self._commands = dict(commands)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._converted:
-            self._converted[name] = self._late[name].converted(name)
-        return self._converted[name]
+        command = self._commands[name]
+        if isinstance(command, Late):
+            command = self._commands[name] = command.converted(name)
+        return command
 
     def __setitem__(self, name: str, command: Any) -> None:
-        self._converted[name] = command
+        self._commands[name] = command
 
     def __delitem__(self, name: str) -> None:
-        del self._converted[name]
+        del self._commands[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._late, *self._converted]))
+        return iter(self._commands)
 
     def __len__(self) -> int:
-        return len(self._late.keys() | self._converted.keys())
+        return len(self._commands)
 
 
 def late_commands(groups: Sequence[tuple[typer.Typer, str | None]]) -> type[TyperGroup]:
     """Return the class of a root with these groups of commands, and with the commands of plug-ins."""
+    return _late_group(lambda: _of_plugins("", dict(_built_in(groups))))
 
-    class Root(TyperGroup):
+
+def _late_group(late: Callable[[], Mapping[str, Late]]) -> type[TyperGroup]:
+    """Return the class of a group that has these commands after its own."""
+
+    class Group(TyperGroup):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            self._late = {**dict(_built_in(groups)), **dict(_of_plugins())}
-            self.commands = LateCommands(self._late)
+            self._late = late()
+            self.commands = LateCommands({**self.commands, **self._late})
             self._lists = False
 
         def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -97,7 +102,7 @@ def late_commands(groups: Sequence[tuple[typer.Typer, str | None]]) -> type[Type
                 return self._late[cmd_name].summary(cmd_name)
             return super().get_command(ctx, cmd_name)
 
-    return Root
+    return Group
 
 
 def _built_in(groups: Sequence[tuple[typer.Typer, str | None]]) -> Iterator[tuple[str, Late]]:
@@ -111,26 +116,34 @@ def _built_in(groups: Sequence[tuple[typer.Typer, str | None]]) -> Iterator[tupl
             yield own, Late(inspect.getdoc(info.callback) or "", info.hidden, functools.partial(_add_command, info))
 
 
-def _of_plugins() -> Iterator[tuple[str, Late]]:
-    for name in plugins.names("command"):
+def _of_plugins(prefix: str, commands: dict[str, Late]) -> dict[str, Late]:
+    """Add the plug-ins' commands with a prefix in their names: `runs ` for those of the group `runs`."""
+    for full_name in plugins.names("command"):
+        name, space, _ = full_name.removeprefix(prefix).partition(" ")
+        if not full_name.startswith(prefix) or (space and name in commands):
+            continue
+        if space:
+            commands[name] = Late("", False, functools.partial(_add_group, typer.Typer(no_args_is_help=True)))
+            continue
         try:
-            line = str(plugins.find("command", name).traits or "")
+            line = str(plugins.find("command", full_name).traits or "")
         except ConfigError as error:
             line = str(error)
-        yield name, Late(line, False, _add_plugin)
+        commands[name] = Late(line, False, functools.partial(_add_plugin, full_name))
+    return commands
 
 
 def _add_group(group: typer.Typer, root: typer.Typer, name: str) -> None:
-    root.add_typer(group, name=name)
+    root.add_typer(group, name=name, cls=_late_group(lambda: _of_plugins(f"{name} ", {})))
 
 
 def _add_command(info: Any, root: typer.Typer, name: str) -> None:
     root.registered_commands.append(info)
 
 
-def _add_plugin(root: typer.Typer, name: str) -> None:
-    command = plugins.factory("command", name)
+def _add_plugin(full_name: str, root: typer.Typer, name: str) -> None:
+    command = plugins.factory("command", full_name)
     if isinstance(command, typer.Typer):
-        root.add_typer(command, name=name)
+        _add_group(command, root, name)
     else:
         root.command(name)(command)

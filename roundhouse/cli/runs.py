@@ -158,8 +158,7 @@ def runs_delete(
     Not while a process drives it. Forks of it keep their own checkpoints, and datasets that were collected with it stay. A
     server that does not answer keeps its records; the command names it.
     """
-    from roundhouse.replays.stages import delete_replays_of
-    from roundhouse.stages.policy import delete_run
+    from roundhouse.stages.policy import delete_replays_of, delete_run
     from roundhouse.store.run import load_run
 
     run = load_run(store, run_id)

@@ -38,7 +38,7 @@ def up(
     started = services.up(
         state / "services",
         (*services.STANDING_SERVICES, *(["ray"] if ray else [])),
-        arguments={} if infra is None else services.server_arguments(infra),
+        arguments={} if infra is None else infra.server_arguments(),
         on_progress=lambda record: terminal.print(
             f"  {record.name:<11} {record.status:<9} {record.url}", highlight=False, markup=False
         ),

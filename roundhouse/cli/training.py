@@ -1,4 +1,4 @@
-"""`roundhouse train | quickstart | collect | evaluate | simulate`: the flows, with the local services that they need."""
+"""`roundhouse train | quickstart | collect | evaluate`: the flows, with the local services that they need."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from roundhouse import plugins
 from roundhouse.cli.options import (
-    DEFAULT_STORE,
     ConfigPath,
     DryRun,
     JsonOption,
-    NewStoreOption,
     Overrides,
     console,
     error_console,
     load,
     out,
     out_json,
-    print_table,
     store_name,
     store_option,
 )
-from roundhouse.cli.reports import print_symptoms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,13 +238,14 @@ def ready(config: RunConfig, dry_run: bool, *, tries_verifier: bool = False) -> 
 def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     """Train in the foreground, and show it."""
     from roundhouse.config.defaults import rate_notes
+    from roundhouse.stages.machine_fit import policy_notes
 
     if dry_run:
         from roundhouse.config.loading import config_yaml
         from roundhouse.config.placement import placement
 
         plan = "".join(f"# {place}\n" for place in placement(config))
-        notes = "".join(f"# {note}\n" for note in rate_notes(config))
+        notes = "".join(f"# {note}\n" for note in [*rate_notes(config), *policy_notes(config)])
         out(f"# Where the roles are:\n{plan}{notes}{config_yaml(config)}")
         return
     from rich.markup import escape
@@ -272,7 +270,7 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
                 view.say(f"  resumes after iteration {newest.policy_version}")
             if run.parent is not None:
                 view.say(f"  forked from run {run.parent.run_id} at version {run.parent.version}")
-            for note in rate_notes(run.config):
+            for note in [*rate_notes(run.config), *policy_notes(run.config)]:
                 view.say(f"  {note}")
 
             def work() -> dict[str, Any]:
@@ -298,16 +296,22 @@ def train_run(config: RunConfig, dry_run: bool, hints: list[str]) -> None:
     print_symptoms(run)
 
 
+def print_symptoms(run: Run) -> None:
+    """Print the symptoms of a run's newest iterations, if a plug-in looks for them."""
+    if "symptoms" in plugins.names("operation"):
+        plugins.factory("operation", "symptoms")(run)
+
+
 def track(run: Run) -> bool:
     """Write a run's missing data to MLflow and return whether it then has everything. Unless a server is named, the
     local one starts."""
-    from roundhouse.infra.services import local_services, server_arguments, state_directory
+    from roundhouse.infra.services import local_services, state_directory
     from roundhouse.tracking.mlflow import server_of
     from roundhouse.tracking.tracker import catch_up
 
     if server_of(run) is not None:
         return catch_up(run)
-    own = {"mlflow": server_arguments(run.config.infra)["mlflow"]}
+    own = {"mlflow": run.config.infra.server_arguments()["mlflow"]}
     with local_services(state_directory(run.config), ("mlflow",), keep=("mlflow",), arguments=own) as services:
         os.environ.update(services.environment())
         return catch_up(run)
@@ -405,56 +409,3 @@ def links(run: Run) -> dict[str, str]:
 
             pages["all runs"] = table_url(page)
     return links | (pages or {"pages": "start them again with `roundhouse up`"})
-
-
-@app.command()
-def simulate(
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Scenario, see configs/simulation/example.yaml.")
-    ] = None,
-    from_run: Annotated[str | None, typer.Option("--from-run", help="Take plan and durations from this run.")] = None,
-    store: NewStoreOption = DEFAULT_STORE,
-    mode: Annotated[list[str] | None, typer.Option("--mode", help="sync, batch-async, fully-async, windowed.")] = None,
-    staleness: Annotated[list[int] | None, typer.Option("--staleness", help="Bound on the age, in versions.")] = None,
-    replicas: Annotated[list[int] | None, typer.Option("--replicas", help="Replicas of the engine.")] = None,
-    overrides: Overrides = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare modes, bounds and replicas in virtual time; each option may be given several times."""
-    from roundhouse.config.simulation import scenario_tree
-    from roundhouse.simulation.comparison import as_json as rows_as_json
-    from roundhouse.simulation.comparison import compare, recorded_scenario, variants
-    from roundhouse.store.run import load_run
-
-    base = recorded_scenario(load_run(store, from_run)) if from_run is not None else None
-    tree = scenario_tree(config, overrides or [], base)
-    rows = compare(list(variants(tree, mode or [], staleness or [], replicas or [])))
-    if as_json:
-        out_json(rows_as_json(rows))
-    else:
-        columns = ("mode", "bound", "replicas", "iter/h", "speed", "/GPU-h", "waits", "idle", "lost")
-        cells = (
-            (
-                row.mode,
-                row.staleness,
-                row.replicas,
-                f"{row.iterations_per_hour:.2f}",
-                f"{row.speedup:.2f}×",
-                f"{row.iterations_per_gpu_hour:.3f}",
-                f"{row.trainer_wait:.0%}",
-                f"{row.engine_idle:.0%}",
-                f"{row.discarded:.1%}",
-            )
-            for row in rows
-        )
-        print_table(columns, cells, right=columns[1:])
-        out(
-            "speed: against the first row; /GPU-h: iterations a GPU hour; waits: the trainer; idle: slots of the engine;"
-        )
-        out(
-            f"lost: slot time of attempts that were not trained on. {rows[0].hours:.2f} simulated hours in the first row"
-        )
-        console().print("\nage of the trained rollouts in versions, as shares", highlight=False)
-        for row in rows:
-            shares = "  ".join(f"{age}: {share:.1%}" for age, share in row.ages.items())
-            out(f"  {row.mode:<12}{row.staleness:>2}{row.replicas:>6}   {shares}")

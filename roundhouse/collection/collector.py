@@ -32,7 +32,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from roundhouse.collection.shards import Shard
-from roundhouse.config.environments import MixtureEnvironment
 from roundhouse.config.models import RolloutConfig, RunConfig
 from roundhouse.errors import FailingRollouts, StoreError, TooFewRollouts
 from roundhouse.rollout.agents import METRICS_LEFT_OUT, MOST_NAMES
@@ -136,11 +135,9 @@ def _reported_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def metrics_by_environment(config: RunConfig, rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
     """The metrics of each environment of a mixture's rollouts, under `<prefix><environment>/`; of one environment none."""
-    if not isinstance(config.environment, MixtureEnvironment):
-        return {}
     return {
         f"{prefix}{name}/{metric}": value
-        for name in config.environment.environments
+        for name in config.environment.parts
         for metric, value in rollout_metrics(
             [each for each in rollouts if each.group_id.startswith(f"{name}/")]
         ).items()

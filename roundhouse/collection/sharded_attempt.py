@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
-from roundhouse.config.gym_servers import HEAD_VARIABLE
+from roundhouse.config.environments import SERVERS_VARIABLE
 from roundhouse.config.models import Sampling
 from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
 from roundhouse.cpu import take_seconds
@@ -126,7 +126,7 @@ class ShardedAttempt:
             place=place.uri,
         )
         after = _digest(place)
-        gym = {name: os.environ[name] for name in (HEAD_VARIABLE,) if name in os.environ}
+        gym = {name: os.environ[name] for name in (SERVERS_VARIABLE,) if name in os.environ}
         # Which attempt asks for it makes no difference, nor which version of the code, nor which weights the engine holds by
         # then: what one has begun, another continues, as with a report that one has left.
         tree = spec.model_dump(mode="json", exclude=_FLEETING) | {"after": after, **gym}

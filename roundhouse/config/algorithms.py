@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from roundhouse import plugins
-from roundhouse.config.environments import EnvironmentName
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import Parameters
 from roundhouse.config.section import (
     TARGET,
     Code,
     Consent,
+    EnvironmentName,
     Fraction,
     PositiveFloat,
     PositiveInt,

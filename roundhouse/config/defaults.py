@@ -14,7 +14,6 @@ from typing import Any
 
 from roundhouse.config.models import RunConfig
 from roundhouse.config.section import Section
-from roundhouse.config.training import WarmStartPolicy
 
 POLICY_RATE = "train.optimizer.learning_rate"
 CRITIC_RATE = "train.algorithm.critic.optimizer.learning_rate"
@@ -24,6 +23,8 @@ FORMER_DEFAULTS = {
     CRITIC_RATE: 1e-3,
     "train.algorithm.mismatch_correction": "none",
     "reward.overlong.penalty": 1.0,
+    "generation.tool_call_parser": "hermes",
+    "train.packing": True,
 }
 """Defaults that were one for all policies and rewards, by the end of the key. Recorded runs keep them."""
 
@@ -45,7 +46,7 @@ ADAPTER = Rates(1e-5, 1e-5, "an adapter of a pretrained policy is trained")
 
 def default_rates(config: RunConfig) -> Rates:
     """Return the default learning rates of a run's policy."""
-    if isinstance(config.policy, WarmStartPolicy):
+    if config.policy.origin is None:
         return OWN
     return ADAPTER if config.train.lora is not None or config.train.service.holds_one_adapter else FULL
 

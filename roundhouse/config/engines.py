@@ -24,15 +24,18 @@ class EngineTraits:
     """The flow's own process serves it."""
     train_service: str | None = None
     """Kind of the train service whose weights it draws from, so that weights do not move."""
+    reads_images: bool = False
+    """It answers messages with images (`generation.images`)."""
     arguments: frozenset[str] | None = frozenset()
     """Names that `generation.engine_args` accepts; None: vLLM's."""
     refusal: str = "a custom engine takes none."
     """The reason why another name is refused."""
 
 
-VLLM = EngineTraits("roundhouse.generation.engines:open_vllm", arguments=None)
+VLLM = EngineTraits("roundhouse.generation.engines:open_vllm", reads_images=True, arguments=None)
 TRANSFORMERS = EngineTraits(
     "roundhouse.generation.engines:open_transformers",
+    reads_images=True,
     arguments=frozenset(("max_num_seqs",)),
     refusal="the transformers backend knows only max_num_seqs.",
 )
@@ -43,12 +46,6 @@ TRAINER = EngineTraits(
     train_service="resident",
     arguments=frozenset(("max_num_seqs",)),
     refusal="the trainer backend knows only max_num_seqs.",
-)
-TINKER = EngineTraits(
-    "roundhouse.generation.engines:open_tinker",
-    in_flow=True,
-    train_service="tinker",
-    refusal="the engine is the service's.",
 )
 
 

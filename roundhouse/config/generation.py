@@ -6,6 +6,9 @@ The class of a built-in transport refuses runs in which it cannot work (`check_t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -25,10 +28,13 @@ from roundhouse.config.section import (
     Target,
     is_recorded,
 )
+from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
 
+OWN_PARSERS = ("hermes", "openai")
+"""Parsers of tool calls that do not need vLLM."""
 _VLLM_BACKENDS = ("gloo", "nccl")
 _REFUSED_BACKENDS = ("ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 
@@ -86,6 +92,42 @@ WeightSync = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class TransportTraits:
+    """Traits of a plug-in of the role `weight_transport`, known before its class is imported."""
+
+    sends_checkpoint: bool = False
+    """Replicas load the checkpoint's own files."""
+    stays_in_trainer: bool = False
+    """Weights do not move: the trainer generates."""
+    vllm_engines: Mapping[str, str] = field(default_factory=dict)
+    """Weight-transfer engines of vLLM that it uses (`generation.transfer_backend`), by vLLM's name: `module:Class` of an
+    engine that the plug-in adds, empty for vLLM's."""
+
+
+CHECKPOINT_FILES = TransportTraits(sends_checkpoint=True)
+TRAINERS_WEIGHTS = TransportTraits(stays_in_trainer=True)
+
+
+def transport_traits(chosen: str | CustomWeightSync) -> TransportTraits:
+    """Return the traits of `generation.weight_sync`; the default ones for a custom class.
+
+    Raises:
+        ConfigError: the package of a plug-in cannot be imported.
+    """
+    declared = plugins.traits("weight_transport", chosen) if isinstance(chosen, str) else None
+    return declared or TransportTraits()
+
+
+def transfer_engines() -> dict[str, str]:
+    """Return the `vllm_engines` of all transports."""
+    engines: dict[str, str] = {}
+    for name in plugins.names("weight_transport"):
+        with suppress(ConfigError):  # a broken package disturbs only the runs that name it
+            engines |= transport_traits(name).vllm_engines
+    return engines
+
+
 def check_transport(config: RunConfig) -> None:
     """Refuse a built-in transport that cannot work in this run; a custom one is checked when the run refits, since reading a
     configuration executes no code that it names.
@@ -94,7 +136,7 @@ def check_transport(config: RunConfig) -> None:
         ValueError: names key, value and remedy.
     """
     chosen, backend = config.generation.weight_sync, config.generation.backend
-    if chosen == "trainer" and engine_traits(backend).train_service is not None:
+    if transport_traits(chosen).stays_in_trainer and engine_traits(backend).train_service is not None:
         return  # it works there, and importing it takes seconds
     if isinstance(chosen, str):
         transport: Any = plugins.factory("weight_transport", chosen)
@@ -241,9 +283,13 @@ class GenerationConfig(Section):
     max_model_len: PositiveInt = 512
     """Prompt and generation together, in tokens."""
     sampling: Sampling = Sampling()
-    tool_call_parser: str = "hermes"
-    """The parser that turns text into tool calls: hermes, which is the same for every engine, or another of vLLM's by its name
-    (`backend: vllm` alone). Calls in the policy's thought are drafts with either."""
+    images: bool = False
+    """Messages may have images, which the policy sees: Qwen 2.5-VL and Qwen 3-VL, unpacked, in one process. False serves and
+    trains such a model on text alone."""
+    tool_call_parser: str = "auto"
+    """The parser that turns text into tool calls. auto: the one for the policy's chat template, reported at the start. hermes
+    and openai (harmony) read alike for every engine; another of vLLM's by its name needs `backend: vllm`. Calls in the
+    policy's thought are drafts with each."""
     template_date: date | None = None
     """The day that a chat template writes as today (`strftime_now`), as 2026-11-28. Unset: the day of each rendering, so
     prompts change at midnight; a run with such a template reports that."""
@@ -347,10 +393,10 @@ class GenerationConfig(Section):
                 f"backend is {self.backend}, but endpoint is {state}. `backend: openai` and `endpoint: {{url: …, model: …}}` "
                 "belong together."
             )
-        if self.backend != "vllm" and self.tool_call_parser != "hermes":
+        if self.backend != "vllm" and self.tool_call_parser not in ("auto", *OWN_PARSERS):
             raise ValueError(
-                f"tool_call_parser is {self.tool_call_parser}, but the backend {self.backend} reads hermes alone. Leave it "
-                "out, or set backend to vllm."
+                f"tool_call_parser is {self.tool_call_parser}, but the backend {self.backend} reads hermes and openai alone. "
+                "Leave it out, or set backend to vllm."
             )
         return self
 

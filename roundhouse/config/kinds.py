@@ -34,7 +34,7 @@ class Kinds:
         return [name for name in plugins.names(self.role) if name not in self.besides]
 
     def sections(self) -> Iterator[type[Section]]:
-        """Yield the sections that can be loaded; `roundhouse plugins` shows the problems of the others."""
+        """Yield the sections that can be loaded; `roundhouse plugins list` shows the problems of the others."""
         for name in self.names():
             try:
                 yield plugins.section(self.role, name)

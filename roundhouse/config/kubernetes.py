@@ -5,8 +5,9 @@ Invariant: these keys change the place and limits of the work, never its result.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -175,11 +176,46 @@ class RayServiceEngine(Section):
         return self
 
 
-class KubernetesInfra(Section):
+class InfraSection(Section):
+    """Base of every kind of infrastructure."""
+
+    if TYPE_CHECKING:
+        kind: str
+        state: str
+    runs_here: ClassVar[bool] = True
+    """Engine, trainer and sandboxes use this machine."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Return whether the plug-in of this infrastructure opens the engine; else it is named, or on the services' Ray."""
+        return False
+
+    def loads_from(self, store: str) -> bool:
+        """Return whether the engine has a disk of its own, and loads models from a store."""
+        return False
+
+    @property
+    def release_remedy(self) -> str:
+        """Return how a person releases an engine that the run could not release."""
+        return ""
+
+    def superfluous_services(self) -> set[str]:
+        """Return services that a run does not start: they run elsewhere."""
+        return set()
+
+    def server_arguments(self) -> dict[str, list[str]]:
+        """Return arguments of the local servers: the configured separate database of each, else none.
+
+        Raises:
+            ConfigError: its driver is not installed.
+        """
+        return {"prefect": [], "mlflow": []}
+
+
+class KubernetesInfra(InfraSection):
     """Pods of a cluster. The flow itself runs in one of them, or elsewhere with a kubeconfig."""
 
     runs_here: ClassVar[bool] = False
-    """As of `LocalInfra`."""
     kind: Literal["kubernetes"] = "kubernetes"
     state: Code[str] = ".roundhouse"
     """Directory on the flow's own machine, for its cache."""
@@ -215,6 +251,21 @@ class KubernetesInfra(Section):
     api_outage_seconds: PositiveFloat = 300
     """Time that the API server may be unreachable before a stage fails; its Jobs keep running, and the stage's retry
     finds them."""
+
+    @property
+    def has_engine(self) -> bool:
+        return self.engine is not None
+
+    def loads_from(self, store: str) -> bool:
+        return self.engine is not None or store.startswith("s3://")
+
+    @property
+    def release_remedy(self) -> str:
+        return f"To release them: kubectl -n {self.namespace} delete rayservice …, or start and end another run on it."
+
+    def superfluous_services(self) -> set[str]:
+        superfluous = set() if self.engine is None else {"ray"}
+        return superfluous | ({"prefect"} if "PREFECT_API_URL" in os.environ else set())
 
     @model_validator(mode="after")
     def _priority_of_a_queue(self, info: ValidationInfo) -> Self:

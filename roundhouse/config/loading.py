@@ -21,16 +21,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from roundhouse import plugins
-from roundhouse.config.checks import refuse_unsound, with_correction
 from roundhouse.config.defaults import with_default_rates
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.models import RunConfig
 from roundhouse.config.renamed import renamed_in
 from roundhouse.config.secrets import is_secret_name, masked, masked_text
 from roundhouse.config.section import RECORDED, operational_keys
+from roundhouse.config.stale_rollouts import refuse_unsound, with_correction
 from roundhouse.config.yaml_text import in_words, load_yaml, read_yaml
 from roundhouse.errors import ConfigError
 from roundhouse.shipped import shipped
+
+SectionT = typing.TypeVar("SectionT", bound=BaseModel)
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -97,6 +99,14 @@ def parse_config(tree: dict[str, Any], origin: str = "the configuration", *, rec
     config = with_correction(config.asynchrony, config)
     refuse_unsound(config.asynchrony, config)
     return with_default_rates(config)
+
+
+def parse_section(section: type[SectionT], tree: dict[str, Any], origin: str) -> SectionT:
+    """Validate the keys of one section; `origin` names them in the error."""
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}:\n" + "\n".join(_explain(item) for item in error.errors())) from None
 
 
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")

@@ -11,16 +11,9 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from roundhouse.config.checks import check_combinations
-from roundhouse.config.environments import (
-    AgentEnvironment,
-    CalculatorEnvironment,
-    CustomEnvironment,
-    EnvironmentConfig,
-    GuessNumberEnvironment,
-    RemoteEnvironment,
-    SortEnvironment,
-)
+from roundhouse.config.environments import CustomEnvironment, EnvironmentConfig
 from roundhouse.config.generation import GenerationConfig, Sampling
+from roundhouse.config.included_environments import CalculatorEnvironment, SortEnvironment
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import (
     AlertsConfig,
@@ -48,7 +41,6 @@ from roundhouse.config.training import (
 )
 
 __all__ = [
-    "AgentEnvironment",
     "BundledPolicy",
     "CalculatorEnvironment",
     "CheckpointConfig",
@@ -57,7 +49,6 @@ __all__ = [
     "EvaluationConfig",
     "FailuresConfig",
     "GenerationConfig",
-    "GuessNumberEnvironment",
     "InfraConfig",
     "KubernetesInfra",
     "LocalInfra",
@@ -65,7 +56,6 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "PretrainedPolicy",
-    "RemoteEnvironment",
     "ResumeConfig",
     "RetryPolicy",
     "RolloutConfig",

@@ -3,14 +3,17 @@ services."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from roundhouse import plugins
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.generation import Sampling
+from roundhouse.config.kubernetes import InfraSection
 from roundhouse.config.section import Code, Consent, Operational, PositiveFloat, PositiveInt, ProperFraction, Section
+from roundhouse.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundhouse.config.models import RunConfig
@@ -237,11 +240,9 @@ class RayCluster(Section):
     """Resources of one shard of a collection."""
 
 
-class LocalInfra(Section):
+class LocalInfra(InfraSection):
     """Processes on this machine, Ray local."""
 
-    runs_here: ClassVar[bool] = True
-    """Engine, trainer and sandboxes use this machine."""
     kind: Literal["local"] = "local"
     state: Code[str] = ".roundhouse"
     """Directory of service state and logs."""
@@ -260,6 +261,19 @@ class LocalInfra(Section):
                 "(or sqlite+aiosqlite)."
             )
         return self
+
+    def server_arguments(self) -> dict[str, list[str]]:
+        arguments = super().server_arguments()
+        if (url := self.prefect.database_url) is not None:
+            arguments["prefect"] = [f"--database-url={url}"]
+        if (uri := self.mlflow.backend_store_uri) is not None:
+            if uri.startswith("postgresql") and find_spec("psycopg2") is None:
+                raise ConfigError(
+                    "infra.mlflow.backend_store_uri names a PostgreSQL, and MLflow's driver for it, psycopg2, is not installed "
+                    "here: pip install psycopg2-binary, or unset the key."
+                )
+            arguments["mlflow"] = [f"--backend-store-uri={uri}"]
+        return arguments
 
 
 class JudgePrice(Section):

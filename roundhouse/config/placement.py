@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from roundhouse.config.engines import engine_traits
-from roundhouse.config.environments import NemoGymEnvironment, environments_in
+from roundhouse.config.environments import environment_traits, environments_in
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.operations import LocalInfra
 from roundhouse.config.rollout import InProcessCollection, JobShards
@@ -148,7 +148,7 @@ def _engine(config: RunConfig) -> RolePlacement:
 
 def _gym(config: RunConfig) -> list[RolePlacement]:
     """The servers of a NeMo Gym of the run's own, if it has one."""
-    if not any(isinstance(each, NemoGymEnvironment) for each in environments_in(config.environment).values()):
+    if not any(environment_traits(each).servers is not None for each in environments_in(config.environment).values()):
         return []
     if isinstance(config.infra, KubernetesInfra):
         return [RolePlacement("gym", f"a pod for each server in namespace {config.infra.namespace}")]

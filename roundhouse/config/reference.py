@@ -1,6 +1,7 @@
 """Print every key of a run's configuration from the models: type, default, range, meaning.
 
 python -m roundhouse.config.reference > docs/configuration-reference.md
+python -m roundhouse.config.reference --schema > configs/run.schema.json     for editors
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ def _sections(
             yield from _sections(f"{inner} ({kind})" if kind and len(forms) > 1 else inner, form, defs, marked)
 
 
+def schema_text() -> str:
+    """Return the JSON schema of a run's configuration, with the kinds of the installed plug-ins."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(dialect | RunConfig.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 def _forms(key: Schema, defs: dict[str, Schema]) -> list[Schema]:
     """Return the possible forms of a key: its resolved schema, or each of its alternatives."""
     if "$ref" in key:
@@ -133,4 +140,4 @@ def _default(key: Schema) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(schema_text() if "--schema" in sys.argv else page())

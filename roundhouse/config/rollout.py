@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from roundhouse.config.environments import EnvironmentName
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Fraction, LauncherName, Operational, PositiveFloat, PositiveInt, Section, Target
+from roundhouse.config.section import (
+    EnvironmentName,
+    Fraction,
+    LauncherName,
+    Operational,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Target,
+)
 
 LARGEST_REWARD = 1e15
 """Sums of squares of as many rewards as an iteration has stay finite, also in float32."""

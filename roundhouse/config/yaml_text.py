@@ -162,6 +162,7 @@ _IN_WORDS = {  # each pattern of a key or form field, because an expression is n
     r"^[A-Za-z0-9][A-Za-z0-9._ -]{0,99}$": (
         "letters, digits, spaces, '.', '_' and '-', beginning with a letter or digit; at most 100"
     ),
+    r"^(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+$": "an absolute path of letters, digits, '.', '_' and '-', such as /app",
     r"^[A-Za-z0-9:/._@=-]+$": "a dataset's name, <name>@<version>, <name>@all, or a path, without spaces",
     r"^[A-Za-z0-9]+([-_][A-Za-z0-9]+)*$": "letters and digits, parted by single '-' or '_'",
     r"^[A-Za-z_][A-Za-z0-9_]{0,99}$": "the name of an environment variable: letters, digits and '_', no digit first",

@@ -27,13 +27,12 @@ from roundhouse.config.secrets import resolved
 from roundhouse.environments.base import Environment, GymnasiumEnvironment, Split, TaskRow, TaskSource
 from roundhouse.environments.calculator import Calculator
 from roundhouse.environments.sandboxed import SandboxedEnvironment
-from roundhouse.environments.search import GuessNumber
 from roundhouse.environments.single_turn import Sort
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.imports import load_class
 from roundhouse.user_code import describe_error
 
-__all__ = ["Calculator", "GuessNumber", "Sort", "included_sections", "load", "load_any"]
+__all__ = ["Calculator", "Sort", "included_sections", "load", "load_any"]
 
 _KINDS: tuple[type[Environment], type[GymnasiumEnvironment]] = (Environment, GymnasiumEnvironment)
 

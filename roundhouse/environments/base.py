@@ -1,6 +1,6 @@
 """The base of every environment: tasks, a session, tools and a verifier, or the Gymnasium protocol, in plain Python.
 
-The rollout engine calls the class in its own process, and `roundhouse.compat.nemo_gym.servers.resources` serves the
+The rollout engine calls the class in its own process, and `roundhouse.plugins.nemo_gym.servers.resources` serves the
 same class over HTTP (/seed_session, /<tool>, /verify).
 
 Invariant: a rollout's state is in the session object that `seed_session` (or `reset`) returned; the environment itself
@@ -189,6 +189,14 @@ class Environment(TaskSource):
     async def restore_session(self, row: TaskRow, snapshot: Any) -> Any:
         """The session that `snapshot` shows. By default one as at the beginning, for sessions that no tool changes."""
         return await self.seed_session(row)
+
+    async def follow_up(self, session: Any, row: TaskRow, response: dict[str, Any]) -> str | None:
+        """Answer a reply without a tool call with a user message, such as the next of several instructions. None ends the
+        rollout.
+
+        `response` is the Responses object of that one model call. A server of NeMo Gym's contract never asks.
+        """
+        return None
 
     @abstractmethod
     async def verify(self, session: Any, row: TaskRow, response: dict[str, Any]) -> Verdict:

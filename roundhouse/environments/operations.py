@@ -75,7 +75,9 @@ def of_environment(config: dict[str, Any]) -> HostedOperations:
     """
     environment = load_any(TypeAdapter(EnvironmentConfig).validate_python(config))
     results = {"call_tool": ToolResult, "verify": Verdict, "step": GymStep}
-    return HostedOperations(operations_of(environment), results, frozenset({"seed_session", "verify", "reset"}))
+    return HostedOperations(
+        operations_of(environment), results, frozenset({"seed_session", "follow_up", "verify", "reset"})
+    )
 
 
 def of_functions(targets: dict[str, str]) -> HostedOperations:
@@ -133,6 +135,7 @@ def operations_of(environment: Environment | GymnasiumEnvironment) -> dict[str, 
         "seed_session": seed,
         "restore_session": restore,
         "call_tool": lambda session, name, arguments: toolbox.call(session.state, name, arguments),
+        "follow_up": lambda session, response: tools.follow_up(session.state, session.row, response),
         "verify": verify,
         "snapshot_session": lambda session: tools.snapshot_session(session.state),
         "close_session": lambda session: tools.close_session(session.state),

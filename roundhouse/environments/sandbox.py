@@ -141,7 +141,7 @@ class LockedPython:
 
 
 class LockedProcess:
-    """A script of this directory as a process that writes `LOCKED` before untrusted code runs in it; killed on exit.
+    """A script as a process that writes `LOCKED` before untrusted code runs in it; killed on exit.
 
     Raises:
         SandboxUnavailable: it cannot be started.

@@ -19,7 +19,7 @@ def open_vllm(config: GenerationConfig, model_dir: str, served_name: str, codec:
     """Make vLLM's engine."""
     from roundhouse.generation.vllm_engine import VllmEngine
 
-    return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids))
+    return VllmEngine(config, model_dir, served_name, sorted(codec.stop_token_ids), codec.images)
 
 
 def open_transformers(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
@@ -41,13 +41,6 @@ def open_trainer(config: GenerationConfig, model_dir: str, served_name: str, cod
     from roundhouse.generation.trainer_engine import TrainerEngine
 
     return TrainerEngine(config, model_dir, codec)
-
-
-def open_tinker(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:
-    """Make the engine that draws at Tinker's service."""
-    from roundhouse.generation.trainer_engine import TinkerEngine
-
-    return TinkerEngine(config, codec)
 
 
 def open_batches(config: GenerationConfig, model_dir: str, served_name: str, codec: ChatCodec) -> Engine:

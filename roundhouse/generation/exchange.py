@@ -186,7 +186,7 @@ def _tokenized(client: httpx.Client, body: dict[str, Any]) -> list[int] | None:
 def _calls_read(client: httpx.Client, url: str, config: GenerationConfig, tool: dict[str, Any]) -> Problem | None:
     """Return whether the parser reads a call that the chat template writes. A template without calls proves nothing."""
     name = tool["function"]["name"]
-    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": '{"probe": 1}'}}
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": '{"probe": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     reply = client.post("/rh/parsed", json={"message": message, "tools": [tool]})
     if reply.status_code != 200:

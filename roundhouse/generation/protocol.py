@@ -125,7 +125,7 @@ AsgiApp = Callable[[dict[str, Any], Callable[..., Awaitable[Any]], Callable[...,
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling of one answer's tokens."""
+    """Sampling of one answer's tokens, and the images that it answers."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -134,6 +134,8 @@ class Draw:
     top_k: int | None = None
     seed: int | None = None
     """The same seed, prompt and weights give the same tokens. None draws from the engine's own state."""
+    images: tuple[bytes, ...] = ()
+    """Image files of the prompt, one for each run of placeholders (`roundhouse.images`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +451,8 @@ def message_problem(message: Any, *, strict: bool) -> str:
     """Return the fault of a chat message; empty if it is valid.
 
     Args:
-        strict: as an engine renders it: known roles, text alone, calls with a name. Otherwise as a model server passes
-            it on.
+        strict: as an engine renders it: known roles, text and images alone, calls with a name. Otherwise as a model
+            server passes it on.
     """
     if not isinstance(message, dict):
         return "a message is an object"
@@ -460,10 +462,18 @@ def message_problem(message: Any, *, strict: bool) -> str:
     if not isinstance(content, str | list | None):
         return "content is text or a list of parts"
     parts = content if isinstance(content, list) else []
-    if not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str if strict else str | None) for part in parts
+    images = [part for part in parts if strict and isinstance(part, dict) and part.get("type") == "image_url"]
+    texts = [part for part in parts if not any(part is image for image in images)]
+    if (images and role != "user") or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str if strict else str | None) for part in texts
     ):
-        return "parts of content are text parts" if strict else "parts of content must be objects with a text in `text`"
+        return (
+            "parts of content are text parts, and image_url parts in messages of the user; videos and sound are not supported"
+            if strict
+            else "parts of content must be objects with a text in `text`"
+        )
+    if not all(isinstance(part.get("image_url"), dict) for part in images):
+        return 'an image has the shape {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}'
     if not isinstance(calls, list | None):
         return "tool_calls is a list"
     functions = [call.get("function") if isinstance(call, dict) else None for call in calls or ()]

@@ -42,6 +42,7 @@ from roundhouse.errors import ConfigError, StoreError
 from roundhouse.generation.engines import open_batches
 from roundhouse.generation.protocol import Engine
 from roundhouse.generation.tool_calls import ToolParser, parse_hermes
+from roundhouse.generation.tool_formats import OWN_PARSERS, parser_of_template
 from roundhouse.http.asgi import SameOrigin
 from roundhouse.logs import set_up_logs
 from roundhouse.store.location import Location, NotFound
@@ -69,12 +70,25 @@ def make_engine(config: GenerationConfig, model_dir: str, served_name: str, code
 
 
 def make_tool_parser(config: GenerationConfig, tokenizer: Any) -> ToolParser:
-    """The tool-call parser for `config`: ours for hermes, with every engine; vLLM's for its other names."""
-    if config.tool_call_parser == "hermes":
-        return parse_hermes
+    """The tool-call parser for `config`: ours for hermes and harmony, with every engine; vLLM's for its other names.
+
+    An engine other than vLLM does not read the calls of other templates; a run with tools is refused before its start.
+    """
+    name = config.tool_call_parser
+    if name in OWN_PARSERS or config.backend != "vllm":
+        return OWN_PARSERS.get(name, parse_hermes)
     from roundhouse.generation.vllm_engine import tool_parser
 
-    return tool_parser(config.tool_call_parser, tokenizer)
+    return tool_parser(name, tokenizer)
+
+
+def with_chosen_parser(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
+    """Return the configuration with the tool-call parser for the tokenizer's chat template, if it is auto."""
+    if config.tool_call_parser != "auto":
+        return config
+    name = parser_of_template(str(tokenizer.chat_template))
+    log.info("generation.tool_call_parser is %s, chosen by the chat template.", name)
+    return config.model_copy(update={"tool_call_parser": name})
 
 
 def local_model(uri: str, cache: Path | None = None) -> Path:
@@ -269,6 +283,7 @@ async def start_policy(
     from roundhouse.generation.chat import ChatCodec
     from roundhouse.generation.chat_server import ChatServer
     from roundhouse.generation.served_policy import ServedPolicy
+    from roundhouse.images import ImageReader
     from roundhouse.weight_sync.cache import node_cache
 
     model_dir = str(await asyncio.to_thread(local_model, model_dir))
@@ -278,7 +293,9 @@ async def start_policy(
     ):  # OpenMP reads it when torch is imported, later
         threads = threads_for(parameters_of(Path(model_dir) / "config.json"), config.threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    codec = ChatCodec(model_dir, config.max_model_len, template_date=config.template_date)
+    images = ImageReader.of(Path(model_dir)) if config.images else None
+    codec = ChatCodec(model_dir, config.max_model_len, template_date=config.template_date, images=images)
+    config = with_chosen_parser(config, codec.tokenizer)
     engine = make_engine(config, model_dir, SERVED_MODEL, codec)
     try:
         await engine.start()

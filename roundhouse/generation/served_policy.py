@@ -44,7 +44,7 @@ from roundhouse.generation.protocol import (
     WeightsRefused,
 )
 from roundhouse.health.policy import Kind, kind_of
-from roundhouse.pretrained import build_model, is_left_out, load_pretrained
+from roundhouse.pretrained import build_model, is_left_out, load_pretrained, text_part
 from roundhouse.retry import Backoff
 from roundhouse.weight_sync.base import (
     DirectTransport,
@@ -381,7 +381,7 @@ class ServedPolicy:
                 self._asleep = None
             yield
             # Log-probabilities of a sequence that is the same for every replica of the model
-            vocabulary = int(json.loads((self._model_dir / "config.json").read_text())["vocab_size"])
+            vocabulary = int(text_part(json.loads((self._model_dir / "config.json").read_text()))["vocab_size"])
             length = min(PROBE_TOKENS, self.engine.max_model_len - 1)
             scores = await self.engine.score([(7919 * place + 13) % vocabulary for place in range(length)])
             if not all(map(math.isfinite, scores)):

@@ -25,6 +25,14 @@ from typing import Any
 TOOL_CALL_START = "<tool_call>"
 TOOL_CALL_END = "</tool_call>"
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+THOUGHTS = (
+    (THOUGHT_START, THOUGHT_END),
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel>", "<channel|>"),  # Gemma 4
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+)
+"""Begin and end of a thought in the formats of vLLM's parsers."""
 MAX_CALLS = 64
 """Calls of one reply that are read. The rest of the reply is one broken call, which reports the bound to the policy."""
 NAMELESS = "invalid_tool_call"
@@ -140,16 +148,14 @@ def broken_call_problem(arguments: str) -> str | None:
 def thought_end(text: str) -> int:
     """Return the position after the last thought of `text`: 0 without a thought, the length of a text with an open
     thought."""
-    closed = text.rfind(THOUGHT_END)
-    if text.rfind(THOUGHT_START) > closed:
-        return len(text)
-    return 0 if closed < 0 else closed + len(THOUGHT_END)
+    closed = max((text.rfind(end) + len(end) for _, end in THOUGHTS if end in text), default=0)
+    return len(text) if any(text.rfind(start) >= closed for start, _ in THOUGHTS) else closed
 
 
 def tool_call(name: str, arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's shape with a fresh id."""
+    """A call in OpenAI's shape with a fresh id, of the nine letters and digits that Mistral's templates demand."""
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": uuid.uuid4().hex[:9],
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

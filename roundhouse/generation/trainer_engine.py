@@ -24,9 +24,8 @@ from roundhouse.config.models import GenerationConfig, RunConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.interface import ListGeneration, TokenizedGeneration
-from roundhouse.generation.protocol import AsgiApp, Draw, EnginePoisoned, Generated, WeightsRefused
+from roundhouse.generation.protocol import Draw, Generated, WeightsRefused
 from roundhouse.generation.transformers_engine import (
-    OpenAIRoutes,
     TransformersEngine,
     Waiting,
     generate_batch,
@@ -36,7 +35,6 @@ from roundhouse.imports import lean_transformers
 from roundhouse.pretrained import load_pretrained
 from roundhouse.store.stage import WEIGHTS_DIGEST, read_manifest
 from roundhouse.training.service.verbs import TrainService
-from roundhouse.trajectories.records import SEEDS
 from roundhouse.weight_sync.base import (
     DirectTransport,
     Published,
@@ -49,7 +47,6 @@ from roundhouse.weight_sync.replica_state import ReplicaReport
 
 if TYPE_CHECKING:
     from roundhouse.training.service.engine import TrainEngine
-    from roundhouse.training.service.tinker import TinkerTrainService
 
 _lent: dict[str, TrainService] = {}
 """The train service that holds a checkpoint, by its URI; empty while the trainer works."""
@@ -203,65 +200,3 @@ class TrainerGeneration(ListGeneration):
         if self._model is None:
             raise ConfigError("The trainer does not generate yet: call prepare_for_generation first.")
         return generate_batch(self._model, prompts, draws, self.tokenized.stop_token_ids)
-
-
-class TinkerEngine(LentEngine):
-    """`Engine` over the sampling client of the service that trains, by Tinker's API.
-
-    Invariant: an answer is drawn from a snapshot of exactly the version that it is labelled with, which the service makes of
-    the training client's weights at a refit (`TinkerTrainService.sampler`); only tokens and log-probabilities come here.
-    Conversations are rendered and tool calls read here, with the tokenizer of `policy.path`.
-    """
-
-    def __init__(self, config: GenerationConfig, codec: ChatCodec) -> None:
-        self.max_model_len = config.max_model_len
-        self._stops = sorted(codec.stop_token_ids)
-        self._app = OpenAIRoutes(codec)
-        self._client: Any = None
-        self._version = 0
-
-    async def start(self) -> None:
-        """Do nothing: no start is needed."""
-
-    async def take(self, service: TinkerTrainService, version: int) -> tuple[str, int]:
-        """Generate from the service's present weights from now on; return their checkpoint's digest, and 0 tensors."""
-        self._client, self._version = await asyncio.to_thread(service.sampler), version
-        return service.pointer_digest(), 0
-
-    async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        from tinker import types
-
-        params = types.SamplingParams(
-            max_tokens=draw.max_tokens,
-            seed=None if draw.seed is None else draw.seed % SEEDS,
-            stop=self._stops,
-            temperature=draw.temperature,
-            top_k=draw.top_k or -1,
-            top_p=draw.top_p,
-        )
-        prompt = types.ModelInput.from_ints(list(prompt_token_ids))
-        [answer] = (await self._client.sample(prompt, 1, params)).sequences
-        ids, log_probs = list(answer.tokens), list(answer.logprobs or [])
-        if not ids or len(log_probs) != len(ids):
-            raise EnginePoisoned(f"Tinker answered {len(ids)} tokens with {len(log_probs)} log-probabilities.")
-        finish = "stop" if ids[-1] in self._stops else "length"
-        return Generated(ids, log_probs, finish, [(self._version, len(ids))])
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        from tinker import types
-
-        log_probs = await self._client.compute_logprobs(types.ModelInput.from_ints(list(token_ids)))
-        return [float(value) for value in log_probs[1:]]
-
-    async def sleep(self) -> None:
-        await super().sleep()
-        self._client = None
-
-    async def check_health(self) -> None:
-        """It fails with the requests, which report it."""
-
-    def openai_app(self) -> AsgiApp | None:
-        return self._app
-
-    def shutdown(self) -> None:
-        self._client = None

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+    from roundhouse.images import ImageReader
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -149,6 +151,7 @@ def generate_batch(
     between: Between = lambda: None,
     version: Callable[[], int] | None = None,
     is_wanted: Callable[[int], bool] = lambda row: True,
+    reader: ImageReader | None = None,
 ) -> list[Generated]:
     """Answer several prompts together; each row ends at a stop token or at its own limit.
 
@@ -156,6 +159,7 @@ def generate_batch(
         between: may change the model's weights.
         version: returns the model's version; without it, answers are not labelled with a version.
         is_wanted: whether a caller still waits for a row; the batch ends when the others are finished.
+        reader: of the images in `draws`; None without any.
 
     Raises:
         GenerationAborted: new weights arrived, and the batch was not to continue with them.
@@ -166,6 +170,7 @@ def generate_batch(
     all_ids, mask = _left_padded(prompts, device)
     input_ids = all_ids
     rows, row_generators = [_Row(draw) for draw in draws], generators(draws)
+    places = _Places(model, all_ids, [image for draw in draws for image in draw.images], reader)
     cache: Any = None
     with torch.inference_mode():
         while any(not row.finished and is_wanted(place) for place, row in enumerate(rows)):
@@ -174,9 +179,13 @@ def generate_batch(
                     raise GenerationAborted(f"Version {change.version} came while the answer was drawn.")
                 if change.recompute:
                     cache, input_ids = None, all_ids
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
             out = model(
-                input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=places.of(all_ids, mask)[..., -input_ids.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+                **(places.pixels if cache is None else {}),
             )
             cache, logits_BV = out.past_key_values, out.logits[:, -1].float().cpu()
             for row, logits_V, generator in zip(rows, logits_BV, row_generators, strict=True):
@@ -186,6 +195,28 @@ def generate_batch(
             all_ids = torch.cat([all_ids, input_ids], dim=1)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
     return [Generated(row.ids, row.log_probs, row.finished, row.versions or None) for row in rows]
+
+
+class _Places:
+    """Positions of tokens: of text a number, of a model that shows images to its policy three."""
+
+    def __init__(self, model: Any, prompts: torch.Tensor, images: Sequence[bytes], reader: ImageReader | None) -> None:
+        self._model = model
+        self.pixels: dict[str, torch.Tensor] = {}
+        if reader is not None and images:
+            self.pixels = {name: values.to(prompts.device) for name, values in reader.pixels(images).items()}
+            self._shown = (prompts == reader.token_id).int()
+
+    def of(self, all_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[rows, tokens], or [3, rows, tokens] if a row has an image."""
+        if not self.pixels:
+            return (mask.cumsum(-1) - 1).clamp(min=0)
+        kinds = all_ids.new_zeros(all_ids.shape, dtype=self._shown.dtype)  # generated tokens are text
+        kinds[:, : self._shown.shape[1]] = self._shown
+        positions: torch.Tensor = self._model.base_model.get_rope_index(
+            all_ids, mm_token_type_ids=kinds, image_grid_thw=self.pixels["image_grid_thw"], attention_mask=mask
+        )[0]
+        return positions
 
 
 class _Row:
@@ -434,7 +465,14 @@ class TransformersEngine(BatchingEngine):
         between, stops, waiting = self._do_what_was_asked, self._codec.stop_token_ids, self._answering
         with self._computing() as model:
             return generate_batch(
-                model, prompts, draws, stops, between, lambda: self._version, lambda row: not waiting[row].done()
+                model,
+                prompts,
+                draws,
+                stops,
+                between,
+                lambda: self._version,
+                lambda row: not waiting[row].done(),
+                self._codec.images,
             )
 
     def _build(self) -> Any:

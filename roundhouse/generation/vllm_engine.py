@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from roundhouse.config.generation import InflightRequests
+from roundhouse.config.generation import InflightRequests, transfer_engines
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import (
@@ -44,14 +44,20 @@ from roundhouse.generation.protocol import (
 from roundhouse.generation.tool_calls import ToolCalls, ToolParser, bounded, thought_end, tool_call
 from roundhouse.generation.weights_probe import require_proofs
 from roundhouse.http.asgi import Receive, Send
-from roundhouse.imports import broken_torch_extensions, extensions_remedy, hide_from_children
-from roundhouse.pretrained import is_composite
+from roundhouse.images import ImageReader, image_name
+from roundhouse.imports import (
+    broken_torch_extensions,
+    extensions_remedy,
+    lacks_compiled_operators,
+    mend_extensions_of_children,
+)
+from roundhouse.pretrained import is_composite, keeps_states
 from roundhouse.weight_sync.base import WeightChange, WeightTransferFailed
 from roundhouse.weight_sync.tensor_files import digest_of_tensors
-from roundhouse.weight_sync.transfer import FIREWALL
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.inputs import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PAUSE_MODES: dict[InflightRequests, Literal["wait", "keep", "abort"]] = {
@@ -95,16 +101,17 @@ def preload(config: GenerationConfig) -> dict[str, str]:
 
 
 def refuse_broken_extensions(model_dir: str) -> None:
-    """Hide extensions of torch that cannot be imported from vLLM and its processes; refuse torchvision for a composite
-    model, whose class needs it."""
+    """Hide extensions of torch that cannot be imported from vLLM and its processes, which also get the operators that a
+    torchvision of another build lacks. Refuse a torchvision that cannot be imported for a composite model, whose class
+    needs it."""
     broken = broken_torch_extensions()
     if "torchvision" in broken and is_composite(Path(model_dir)):
         errors = "; ".join(f"{name}: {error}" for name, error in broken.items())
         raise ConfigError(
             f"vLLM cannot start, because packages do not fit torch: {errors}. {extensions_remedy(broken)}"
         )
-    if broken:
-        hide_from_children(tuple(broken))
+    if broken or lacks_compiled_operators():
+        mend_extensions_of_children(tuple(broken), lacks_compiled_operators())
 
 
 def allow_proxies() -> None:
@@ -136,10 +143,15 @@ def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # else its own routes sample as generation_config.json says
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": config.transfer_backend},
     }
-    if is_composite(Path(model_dir)):
+    if config.transfer_backend in transfer_engines():
+        arguments["weight_transfer_config"] = {"backend": config.transfer_backend}
+    if config.images:
+        # Profiling would run vLLM's own processor, which needs torchvision
+        arguments |= {"limit_mm_per_prompt": {"video": 0}, "skip_mm_profiling": True}
+    elif is_composite(Path(model_dir)):
         arguments["language_model_only"] = True  # towers are not made: conversations are text
     if config.gpus_per_replica > 0:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -147,7 +159,8 @@ def engine_arguments(config: GenerationConfig, model_dir: str) -> dict[str, Any]
         arguments |= {
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "enforce_eager": True,
-            "enable_chunked_prefill": False,
+            # vLLM prefills layers with states in chunks alone
+            "enable_chunked_prefill": keeps_states(Path(model_dir)),
             "max_num_batched_tokens": max(8192, config.max_model_len),
         }
     return arguments | config.engine_args
@@ -204,9 +217,15 @@ class VllmEngine:
     """`Engine` over `AsyncLLM`."""
 
     def __init__(
-        self, config: GenerationConfig, model_dir: str, served_name: str, stop_token_ids: Sequence[int]
+        self,
+        config: GenerationConfig,
+        model_dir: str,
+        served_name: str,
+        stop_token_ids: Sequence[int],
+        images: ImageReader | None = None,
     ) -> None:
         self.config = config
+        self._images = images
         self.max_model_len = config.max_model_len
         self._model_dir = model_dir
         self._served_name = served_name
@@ -237,15 +256,35 @@ class VllmEngine:
         await self.generate([0, 1], Draw(max_tokens=2, seed=0))
 
     async def generate(self, prompt_token_ids: Sequence[int], draw: Draw) -> Generated:
-        from vllm.inputs import tokens_input
-
         final: RequestOutput | None = None
-        params = sampling_params(draw, self._stop_token_ids)
-        async for output in self.engine.generate(tokens_input(list(prompt_token_ids)), params, str(next(self._ids))):
+        params, prompt = sampling_params(draw, self._stop_token_ids), self._input(list(prompt_token_ids), draw.images)
+        async for output in self.engine.generate(prompt, params, str(next(self._ids))):
             final = output
         if final is None:
             raise EnginePoisoned("vLLM ended a request without an answer.")
         return replace(read_output(final.outputs[0]), cached_tokens=final.num_cached_tokens)
+
+    def _input(self, prompt_token_ids: list[int], images: Sequence[bytes]) -> EngineInput:
+        """A prompt for vLLM, with our pixels of its images: those of vLLM's own processor would differ by rounding."""
+        from vllm.inputs import mm_input, tokens_input
+
+        if self._images is None or not images:
+            return tokens_input(prompt_token_ids)
+        from transformers import BatchFeature
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+        pixels = self._images.pixels(images)
+        fields = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", pixels["image_grid_thw"].prod(-1)),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+        places = [PlaceholderRange(start, length) for start, length in self._images.runs(prompt_token_ids)]
+        return mm_input(
+            prompt_token_ids,
+            MultiModalKwargsItems.from_hf_inputs(BatchFeature(pixels), fields),
+            {"image": [image_name(image) for image in images]},
+            {"image": places},
+        )
 
     async def load_weights(
         self, directory: str, version: int = 0, running: InflightRequests = "drain", keep_prefix_cache: bool = False
@@ -281,8 +320,7 @@ class VllmEngine:
                 except Exception as error:  # vLLM re-raises its workers' errors as a bare Exception
                     await self.engine.check_health()
                     raise WeightTransferFailed(
-                        f"the group of the sender at {init['master_address']} did not come together: {_cause(error)}. If it is "
-                        f"still there, {FIREWALL}",
+                        f"the group of the sender at {init['master_address']} did not come together: {_cause(error)}",
                         touched=False,
                     ) from error
                 await engine.pause_generation(mode=PAUSE_MODES[running], clear_cache=clear)
@@ -299,8 +337,8 @@ class VllmEngine:
 
         engine = self.engine
         try:
-            await engine.start_weight_update()
             await engine.collective_rpc("roundhouse_watch")
+            await engine.start_weight_update()
             await engine.update_weights(WeightTransferUpdateRequest(update))
             digests = await engine.collective_rpc("roundhouse_arrived")
             for digest in digests:

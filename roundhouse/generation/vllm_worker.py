@@ -5,9 +5,7 @@ here: on CPU vLLM packs every linear layer into a oneDNN kernel and frees the we
 model with tied embeddings on the old kernel without an error, and gives the kernel of a layer's experts unpacked
 matrices. Each packed layer therefore multiplies a random vector, and the product is compared with the checkpoint's.
 
-The module also adds a weight-transfer engine that needs no GPU: tensors arrive by Gloo, and are loaded as vLLM's `nccl`
-engine loads them. It differs from that engine only in name and time limits: the steps (init, start, update, finish,
-shutdown) and their argument names are the same.
+The module also adds the weight-transfer engines of transports to vLLM's.
 """
 
 from __future__ import annotations
@@ -15,33 +13,29 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from roundhouse.config.generation import transfer_engines
 from roundhouse.generation.weights_probe import (
     EXPERT,
     UNQUANTIZED_EXPERTS,
     CheckpointTensors,
+    beginnings,
     expert_layers,
     probe,
     probed_layers,
+    refuse_kept,
 )
-from roundhouse.weight_sync.gloo import BATCH_BYTES, Described, GlooGroup, own_address
 from roundhouse.weight_sync.tensor_files import DIGEST_THREADS, iterate, torch_digest
 
 logger = logging.getLogger(__name__)
@@ -49,9 +43,6 @@ logger = logging.getLogger(__name__)
 PARENT_WATCH_SECONDS = 1.0
 WORKER_NAME = "VllmWorker"
 """vLLM's name of the processes that its engine process starts."""
-
-GLOO = "gloo"
-"""vLLM's name of the weight-transfer engine that this module adds."""
 
 
 def _end_with_parent() -> None:
@@ -91,11 +82,27 @@ class RefitExtension:
         Raises:
             StaleWeights: at least one does not.
         """
-        path = Path(directory)
+        path, model = Path(directory), self.model_runner.get_model()  # type: ignore[attr-defined]
+        before = self._random_weights()
         self.reload_weights(weights_iterator=iterate(path))  # type: ignore[attr-defined]
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        load_copied(model, path)
         complete_reload(model)
+        self._require_replaced(before)
         return probe(model, CheckpointTensors(path))
+
+    _loaded = False
+    """Weights have taken the place of the random ones that the engine starts with."""
+
+    def _random_weights(self) -> dict[str, Any]:
+        """The first numbers of each parameter, if the engine has started with random weights and none have come since."""
+        starts_random = self.vllm_config.load_config.load_format == "dummy"  # type: ignore[attr-defined]
+        if self._loaded or not starts_random:
+            return {}
+        return beginnings(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def _require_replaced(self, before: dict[str, Any]) -> None:
+        refuse_kept(self.model_runner.get_model(), before)  # type: ignore[attr-defined]
+        self._loaded = True
 
     def roundhouse_device(self) -> str:
         """Return the device that holds this worker's weights: `cpu`, or the GPU's number and its id."""
@@ -112,12 +119,15 @@ class RefitExtension:
         for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
             LAYERWISE_INFO.pop(layer, None)
 
-    # A transfer, between the steps of vLLM's own interface: start, watch, update, arrived, finish, prove; or abandon.
+    # A transfer, between the steps of vLLM's own interface: watch, start, update, arrived, finish, prove; or abandon.
 
     _arrivals: Arrivals | None = None
+    _before: dict[str, Any] | None = None
+    """What `_random_weights` returned when the transfer began."""
 
     def roundhouse_watch(self) -> None:
         """From here on, what vLLM's weight-transfer engine hands to the model is written down."""
+        self._before = self._random_weights()
         self._arrivals = Arrivals(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def roundhouse_arrived(self) -> dict[str, str]:
@@ -131,6 +141,7 @@ class RefitExtension:
         arrivals, self._arrivals = self._arrivals, None
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         complete_reload(model)
+        self._require_replaced(self._before or {})
         return probe(model, arrivals)
 
     def roundhouse_abandon(self) -> None:
@@ -191,6 +202,17 @@ class Arrivals:
         return self._kept.get(name)
 
 
+def load_copied(model: Any, directory: Path) -> None:
+    """Load the experts and sinks of GPT-OSS on a CPU: vLLM 0.32 copies them in a way that its reload does not see."""
+    from vllm.platforms import current_platform
+
+    if type(model).__name__ == "GptOssForCausalLM" and current_platform.is_cpu():
+        model.load_weights((name, tensor) for name, tensor in iterate(directory) if _COPIED.search(name))
+
+
+_COPIED = re.compile(r"\.experts\.|\.sinks$")
+
+
 def complete_reload(model: Any) -> None:
     """Complete a reload of vLLM 0.32 on CPU (vllm-project/vllm#48312 collects such cases).
 
@@ -217,82 +239,6 @@ def complete_reload(model: Any) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
-@dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):
-    """Address of a worker's group. Fields that `nccl` also has mean the same."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    """Rank of this engine's first worker."""
-    world_size: int
-    packed_buffer_size_bytes: int = BATCH_BYTES
-    group: str
-    """Prefix of this group's keys in the store at `master_address`."""
-    seconds: float
-    """Time limit of the meeting, and of each batch."""
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """Descriptions of the arriving tensors, in order."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """A worker's end."""
-
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-
-    _group: GlooGroup | None = None
-    _bound = BATCH_BYTES
-
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
-        limit = timedelta(seconds=init_info.seconds)
-        address, port = init_info.master_address, init_info.master_port
-        store = TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
-        # The rank as vLLM's nccl engine counts it: over data-parallel engines, then over the workers of one.
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        own = own_address(address, port)
-        self._bound = init_info.packed_buffer_size_bytes
-        self._group = GlooGroup(PrefixStore(init_info.group, store), rank, init_info.world_size, own, init_info.seconds)
-
-    def start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-        if self._group is None:
-            raise RuntimeError("The group that sends weights is missing. Call init_transfer_engine first.")
-        descriptions = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        described = [Described(name, dtype, tuple(shape)) for name, dtype, shape in descriptions]
-        with disable_mtp_completeness_check():
-            for tensors in self._group.receive(described, self._bound):
-                self.model.load_weights(tensors)  # type: ignore[operator]
-
-    def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        self._group = None
-
-
-if GLOO not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(GLOO, GlooWeightTransferEngine)
+for _name, _target in transfer_engines().items():
+    if _target and _name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_name, *_target.split(":"))

@@ -63,10 +63,39 @@ class _ByModelName:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         prefixes: dict[str, str | None] = getattr(mapper, "orig_to_new_prefix", {})
         self._prefixes = [(new, old) for old, new in prefixes.items() if new] if is_composite(model) else []
+        language = getattr(model, "language_model", model)
+        self._loaded = getattr(language, "permute_qk_weight_for_rotary", lambda name, tensor: (name, tensor))
+        """Llama 4 orders the rows of its queries and keys otherwise than its files."""
 
     def get(self, name: str) -> Any | None:
         names = [name, *(old + name.removeprefix(new) for new, old in self._prefixes if name.startswith(new))]
-        return next((tensor for each in names if (tensor := self._tensors.get(each)) is not None), None)
+        tensor = next((tensor for each in names if (tensor := self._tensors.get(each)) is not None), None)
+        return None if tensor is None else self._loaded(name, tensor)[1]
+
+
+def beginnings(model: Any) -> dict[str, Any]:
+    """Return the first numbers of each parameter."""
+    return {name: parameter.detach().flatten()[:BEGINNING].clone() for name, parameter in model.named_parameters()}
+
+
+BEGINNING = 64
+
+
+def refuse_kept(model: Any, before: dict[str, Any]) -> None:
+    """Compare parameters with their random numbers from before the first load.
+
+    Raises:
+        StaleWeights: one has kept them, so the load did not reach it, and no later one will.
+    """
+    import torch
+
+    for name, now in beginnings(model).items():
+        old = before.get(name)
+        if old is not None and now.numel() > 1 and not name.endswith("_scale") and torch.equal(old, now):
+            raise StaleWeights(
+                f"{name} has kept its random initial numbers: vLLM cannot exchange the weights of {type(model).__name__} "
+                "while it runs. Set generation.backend to transformers."
+            )
 
 
 def text_config(model: Any) -> Any:
@@ -207,7 +236,7 @@ def _prove_layer(name: str, layer: Any, parts: list[str], checkpoint: Tensors) -
     import torch
 
     tensors = [tensor for part in parts if (tensor := checkpoint.get(part)) is not None]
-    if len(tensors) != len(parts):
+    if len(tensors) != len(parts) or tensors[0].dim() != 2:  # a convolution is compared as it is
         return False
     tensors = _own_shards(layer, tensors)
     reference = next((p for p in layer.parameters() if p.numel()), None)

@@ -273,3 +273,15 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+KEEP_ALIVE_SECONDS = 30
+"""As in NeMo Gym's servers: longer than its clients keep an idle connection (15 s)."""
+
+
+def serve(app: Application, host: str, port: int, **options: Any) -> None:
+    """Serve until interrupted. `options` are uvicorn's."""
+    import uvicorn  # only a server's own process serves
+
+    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+    uvicorn.run(SameOrigin(app, host), host=host, port=port, **(settings | options))

@@ -10,6 +10,7 @@ The settings, each with its measured reason, come from runs of Prefect 3.7, MLfl
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import html
 import math
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roundhouse import plugins
 from roundhouse.generation.protocol import SESSION_HEADER
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra.state import PREFECT_AUTH_FILE, PREFECT_SIGN_IN_FILE, StateDirectory
@@ -307,12 +309,10 @@ def _digest(state: StateDirectory) -> str:
     return hashlib.sha256(str(state.path).encode()).hexdigest()
 
 
-def _gym(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
-    command = [sys.executable, "-P", "-m", "roundhouse.compat.nemo_gym.servers.resources", "--host", LOOPBACK]
-    # The contract does not define a health route: any answer except a server error shows that it serves.
-    return Launch(
-        [*command, "--port", str(ports["http"])], f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500
-    )
+def _of_plugin(name: str, state: StateDirectory, ports: Mapping[str, int]) -> Launch:
+    command = plugins.factory("service", name)(LOOPBACK, ports["http"])
+    # The role defines no health route: any answer except a server error shows that it serves.
+    return Launch(command, f"http://{LOOPBACK}:{ports['http']}", "/", healthy_below=500)
 
 
 def _deployments(state: StateDirectory, ports: Mapping[str, int]) -> Launch:
@@ -347,8 +347,8 @@ SERVICE_SPECS: dict[str, ServiceSpec] = {
         # A raylet has this fixed time to start. On a busy machine it needs longer.
         part_seconds=30.0,
     ),
-    "gym": ServiceSpec(("http",), _gym),
     "deployments": ServiceSpec(("http",), _deployments),
+    **{name: ServiceSpec(("http",), functools.partial(_of_plugin, name)) for name in plugins.names("service")},
 }
 
 

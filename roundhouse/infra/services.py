@@ -18,7 +18,6 @@ that process returns it or is gone.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import time
@@ -29,8 +28,8 @@ from pathlib import Path
 
 from roundhouse.activity import announce
 from roundhouse.config.engines import engine_traits
-from roundhouse.config.models import KubernetesInfra, LocalInfra, RunConfig
-from roundhouse.errors import ConfigError, InfraError
+from roundhouse.config.models import RunConfig
+from roundhouse.errors import InfraError
 from roundhouse.http.ports import LOOPBACK
 from roundhouse.infra import lease_client
 from roundhouse.infra.lease_client import LeaseRequest, Progress
@@ -53,27 +52,6 @@ STANDING_SERVICES = ("prefect", "mlflow", "deployments")
 """Services that a person leaves running. Ray is started and ended with the run that needs it and its engine."""
 DEFAULT_TIME_LIMIT = 300.0
 COMING = ("starting", "restarting", "ready")
-
-
-def server_arguments(infra: LocalInfra | KubernetesInfra) -> dict[str, list[str]]:
-    """Return arguments of the servers: the configured separate database of each, else none.
-
-    Raises:
-        ConfigError: its driver is not installed.
-    """
-    arguments: dict[str, list[str]] = {"prefect": [], "mlflow": []}
-    if not isinstance(infra, LocalInfra):
-        return arguments
-    if (url := infra.prefect.database_url) is not None:
-        arguments["prefect"] = [f"--database-url={url}"]
-    if (uri := infra.mlflow.backend_store_uri) is not None:
-        if uri.startswith("postgresql") and importlib.util.find_spec("psycopg2") is None:
-            raise ConfigError(
-                "infra.mlflow.backend_store_uri names a PostgreSQL, and MLflow's driver for it, psycopg2, is not installed "
-                "here: pip install psycopg2-binary, or unset the key."
-            )
-        arguments["mlflow"] = [f"--backend-store-uri={uri}"]
-    return arguments
 
 
 def state_directory(config: RunConfig) -> Path:
@@ -266,12 +244,9 @@ def needed_services(config: RunConfig) -> tuple[str, ...]:
     """Return the local services of a run: without Ray if its engine is named, is its trainer or runs already, without
     MLflow if it tracks elsewhere or nothing, and in a cluster without Prefect if a server exists."""
     elsewhere = config.tracking.uri is not None or "MLFLOW_TRACKING_URI" in os.environ
-    unused = set()
+    unused = config.infra.superfluous_services()
     if config.generation.engine_url is not None or engine_traits(config.generation.backend).in_flow:
         unused.add("ray")
-    if isinstance(config.infra, KubernetesInfra):
-        unused |= {"ray"} if config.infra.engine is not None else set()
-        unused |= {"prefect"} if "PREFECT_API_URL" in os.environ else set()
     if elsewhere or not config.tracking.in_mlflow:
         unused.add("mlflow")
     return tuple(name for name in DEFAULT_SERVICES if name not in unused)
@@ -303,10 +278,8 @@ def services_of(config: RunConfig) -> Iterator[Services]:
             needed,
             keep=standing,
             unawaited=("mlflow",),
-            arguments={name: each for name, each in server_arguments(config.infra).items() if name in needed},
-            time_limit=config.infra.start_timeout_seconds
-            if isinstance(config.infra, LocalInfra)
-            else DEFAULT_TIME_LIMIT,
+            arguments={name: each for name, each in config.infra.server_arguments().items() if name in needed},
+            time_limit=getattr(config.infra, "start_timeout_seconds", DEFAULT_TIME_LIMIT),
             on_progress=on_progress,
         ) as services,
         engine_lock(services.state, config.run_id) if has_engine_here(config) else nullcontext(),

@@ -72,29 +72,6 @@ def open_remote(config: TrainConfig, arguments: ServiceArguments) -> TrainServic
     )
 
 
-def open_tinker(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
-    """Open a training session of Tinker's API.
-
-    Raises:
-        ConfigError: the SDK is not installed, or the key cannot be read.
-    """
-    try:
-        from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
-    except ImportError as error:
-        raise ConfigError(
-            f"train.service.kind is tinker, which needs its SDK: pip install tinker ({error})."
-        ) from error
-    service: Any = config.service
-    return TinkerTrainService(
-        config.optimizer,
-        TinkerPointer(base_model=service.base_model, lora_rank=service.lora_rank),
-        run=arguments.owner,
-        base_url=service.url,
-        api_key=read_secret(service.token_variable, service.token_file),
-        timeout_seconds=service.timeout_seconds,
-    )
-
-
 def refuse_process(config: TrainConfig, arguments: ServiceArguments) -> TrainService:
     """Raise ConfigError: a process for each step does not offer the verbs."""
     raise ConfigError(

@@ -53,6 +53,7 @@ GROUP = "roundhouse.plugins"
 Role = Literal[
     "engine",
     "endpoint",
+    "policy",
     "environment",
     "sandbox",
     "data_source",
@@ -61,12 +62,17 @@ Role = Literal[
     "curriculum",
     "weight_transport",
     "launcher",
+    "infrastructure",
     "sink",
     "stage_hook",
     "train_service",
     "judge",
     "translator",
+    "reader",
+    "writer",
     "command",
+    "operation",
+    "service",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -212,7 +218,7 @@ def _found(role: Role, name: str) -> tuple[str, Plugin]:
             raise ConfigError(f"{key} is built in, and declared by {packages}. Rename it there. {_remedy(packages)}")
         return "roundhouse", BUILT_IN[key]
     if not declared:
-        raise ConfigError(f"unknown {role} {name!r}. Available: {', '.join(names(role))}.")
+        raise ConfigError(f"unknown {role} {name!r}. Available: {', '.join(names(role)) or 'none'}.")
     if len(declared) > 1:
         packages = " and ".join(each.package for each in declared)
         raise ConfigError(f"{key} is declared by {packages}. Uninstall one of them.")

@@ -6,7 +6,7 @@ Invariant: the table holds strings, so that importing it imports no plug-in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -24,6 +24,10 @@ class Plugin:
     package, a file, a server."""
     traits: Any = None
     """Facts that the core asks before it imports the factory, of the type that docs/plugins.md states for the role."""
+    packages: tuple[str, ...] = ()
+    """Requirements of a separate interpreter, which `roundhouse plugins install NAME` makes."""
+    extra: str = ""
+    """Extra of Roundhouse with the packages that it imports."""
 
 
 def _environment(section: str, factory: str) -> Plugin:
@@ -31,11 +35,7 @@ def _environment(section: str, factory: str) -> Plugin:
 
 
 def _included(section: str, factory: str) -> Plugin:
-    return _environment(section, f"environments.{factory}")
-
-
-def _sandbox(section: str, factory: str) -> Plugin:
-    return Plugin(f"roundhouse.environments.sandboxes.{factory}", f"roundhouse.config.sandboxes:{section}Sandbox")
+    return Plugin(f"roundhouse.environments.{factory}", f"roundhouse.config.included_environments:{section}Environment")
 
 
 def _algorithm(section: str, factory: str) -> Plugin:
@@ -54,40 +54,34 @@ def _engine(factory: str, traits: str) -> Plugin:
     return Plugin(f"roundhouse.generation.{factory}", traits=f"roundhouse.config.engines:{traits}")
 
 
+def _transport(factory: str, traits: str) -> Plugin:
+    return Plugin(f"roundhouse.{factory}", traits=f"roundhouse.config.generation:{traits}")
+
+
 def _train_service(section: str, factory: str) -> Plugin:
     return Plugin(f"roundhouse.launch.train_services:{factory}", f"roundhouse.config.training:{section}Service")
 
 
+def _policy(section: str, factory: str) -> Plugin:
+    return Plugin(f"roundhouse.policy.{factory}", f"roundhouse.config.training:{section}Policy")
+
+
 BUILT_IN: Mapping[str, Plugin] = {
+    "policy.pretrained": _policy("Pretrained", "existing:PretrainedModel"),
+    "policy.bundled": _policy("Bundled", "existing:BundledModel"),
+    "policy.warm_start": _policy("WarmStart", "starting:WarmStart"),
     "environment.calculator": _included("Calculator", "calculator:Calculator"),
     "environment.sort": _included("Sort", "single_turn:Sort"),
-    "environment.guess_number": _included("GuessNumber", "search:GuessNumber"),
     "environment.arithmetic_chain": _included("ArithmeticChain", "calculator:ArithmeticChain"),
-    "environment.lookup": _included("Lookup", "search:Lookup"),
     "environment.countdown": _included("Countdown", "single_turn:Countdown"),
     "environment.sudoku": _included("Sudoku", "single_turn:Sudoku"),
-    "environment.warehouse": _included("Warehouse", "warehouse:Warehouse"),
-    "environment.sql_world": _included("SqlWorld", "sql_world:SqlWorld"),
-    "environment.code": _included("Code", "code:Code"),
-    "environment.terminal": _included("Terminal", "terminal:Terminal"),
-    "environment.bug_fix": _included("BugFix", "bug_fix:BugFix"),
     "environment.instruction_constraints": _included("InstructionConstraints", "single_turn:InstructionConstraints"),
-    "environment.short_questions": _included("ShortQuestions", "short_questions:ShortQuestions"),
-    "environment.frozen_lake": _included("FrozenLake", "frozen_lake:FrozenLake"),
-    "environment.worker": _environment("Worker", "compat.nexrl.client:WorkerClient.from_config"),
-    "environment.command": _environment("Command", "compat.command:CommandClient.from_config"),
     "environment.custom": _environment("Custom", "environments:load_any"),
     "environment.dataset": _environment("Dataset", "environments.dataset:RewardedDataset"),
-    "environment.remote": _environment("Remote", "rollout.clients:open_remote"),
-    "environment.agent": _environment("Agent", "compat.nemo_gym.clients.agent:RemoteAgentClient.from_config"),
-    "environment.nemo_gym": replace(
-        _environment("NemoGym", "compat.nemo_gym.owned:NemoGymClient.from_config"),
-        traits="roundhouse.config.environments:NEMO_GYM",
-    ),
     "environment.mixture": _environment("Mixture", "rollout.clients:open_mixture"),
-    "sandbox.local": _sandbox("Local", "local:LocalProcess"),
-    "sandbox.container": _sandbox("Container", "container:Container"),
-    "sandbox.kubernetes": _sandbox("Kubernetes", "kubernetes:ClaimedPod"),
+    "sandbox.local": Plugin(
+        "roundhouse.environments.sandboxes.local:LocalProcess", "roundhouse.config.sandboxes:LocalSandbox"
+    ),
     "sandbox.custom": Plugin(
         "roundhouse.environments.sandboxes:load_custom", "roundhouse.config.sandboxes:CustomSandbox"
     ),
@@ -116,27 +110,17 @@ BUILT_IN: Mapping[str, Plugin] = {
     "engine.transformers": _engine("interface:TransformersGeneration", "TRANSFORMERS"),
     "engine.openai": _engine("openai_engine:OpenAIEngine", "OPENAI"),
     "engine.trainer": _engine("trainer_engine:TrainerEngine", "TRAINER"),
-    "engine.tinker": _engine("trainer_engine:TinkerEngine", "TINKER"),
     "endpoint.tokens": Plugin("roundhouse.generation.openai_engine:OpenAIEngine"),
     "endpoint.text": Plugin("roundhouse.generation.openai_engine:TextEngine"),
-    "weight_transport.store": Plugin("roundhouse.weight_sync.base:CheckpointTransport"),
-    "weight_transport.shared-memory": Plugin("roundhouse.weight_sync.shared_memory:SharedMemoryTransport"),
-    "weight_transport.delta": Plugin("roundhouse.weight_sync.delta:DeltaTransport"),
-    "weight_transport.adapter": Plugin("roundhouse.weight_sync.adapter:AdapterTransport"),
-    "weight_transport.transfer": Plugin("roundhouse.weight_sync.transfer:TransferTransport"),
-    "weight_transport.trainer": Plugin("roundhouse.generation.trainer_engine:TrainersWeights"),
+    "weight_transport.store": _transport("weight_sync.base:CheckpointTransport", "CHECKPOINT_FILES"),
+    "weight_transport.trainer": _transport("generation.trainer_engine:TrainersWeights", "TRAINERS_WEIGHTS"),
     "launcher.subprocess": Plugin("roundhouse.launch.subprocesses:SubprocessLauncher"),
     "launcher.ray": Plugin("roundhouse.launch.ray_actors:RayLauncher"),
-    "launcher.kubernetes": Plugin("roundhouse.launch.kubernetes_jobs:KubernetesLauncher"),
     "train_service.resident": _train_service("Resident", "open_resident"),
     "train_service.process": _train_service("Process", "refuse_process"),
     "train_service.ray": _train_service("Ray", "open_ray"),
     "train_service.remote": _train_service("Remote", "open_remote"),
-    "train_service.tinker": _train_service("Tinker", "open_tinker"),
     "sink.mlflow": Plugin("roundhouse.tracking.tracker:open_tracker"),
     "sink.json_lines": Plugin("roundhouse.tracking.sinks:JsonLinesSink"),
-    "sink.tensorboard": Plugin("roundhouse.tracking.sinks:TensorBoardSink"),
-    "sink.wandb": Plugin("roundhouse.tracking.sinks:WandbSink"),
-    "sink.trackio": Plugin("roundhouse.tracking.sinks:TrackioSink"),
 }
 """From `role.name` to the plug-in, in the order of the reference page."""

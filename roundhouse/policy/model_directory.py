@@ -71,7 +71,7 @@ def check_model_directory(path: str | Path, max_model_len: int | None = None) ->
     _refuse_two_heads(directory, config, weights)
     tokenizer = directory / "tokenizer.json"
     if tokenizer.exists():
-        _read_json(tokenizer, "It is the tokenizer")
+        _refuse_unfit_tokens(directory, text, _read_json(tokenizer, "It is the tokenizer"))
     elif not (directory / "tokenizer.model").exists() and not (directory / "vocab.json").exists():
         raise _broken(tokenizer, "is missing", "Copy the tokenizer files to the weights (tokenizer.save_pretrained)")
     settings = _read_json(directory / "tokenizer_config.json", "It names the tokenizer and the end of a turn")
@@ -155,6 +155,33 @@ def _refuse_two_heads(directory: Path, config: dict[str, Any], weights: Sequence
         )
 
 
+def _refuse_unfit_tokens(directory: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for, and ends of turn that the tokenizer lacks.
+
+    A model may have more embeddings than tokens: many are padded to a multiple of 64 or 128.
+    """
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict | list):
+        return
+    ids = {*vocabulary.values()} if isinstance(vocabulary, dict) else {*range(len(vocabulary))}
+    ids |= {token["id"] for token in tokenizer.get("added_tokens", [])}
+    rows = config.get("vocab_size")
+    if isinstance(rows, int) and (highest := max(ids, default=-1)) >= rows:
+        raise _broken(
+            directory / "tokenizer.json",
+            f"has token {highest}, but the model has {rows} embeddings (vocab_size in config.json), 0 to {rows - 1}",
+            "Copy the model's own tokenizer, or enlarge the model (model.resize_token_embeddings(len(tokenizer)))",
+        )
+    file = directory / "generation_config.json"
+    ends = _read_json(file, "It names the ends of a turn").get("eos_token_id") if file.is_file() else None
+    if unknown := [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None and end not in ids]:
+        raise _broken(
+            file,
+            f"has eos_token_id {', '.join(map(str, unknown))}, which the tokenizer lacks",
+            "Correct it: a reply ends at these tokens",
+        )
+
+
 def _tensor_named(weights: Sequence[TensorFile], accepts: Callable[[str], bool]) -> Tensor | None:
     """Return the first tensor with an accepted name."""
     return next((file.tensor(name) for file in weights for name in file.names() if accepts(name)), None)
@@ -213,10 +240,11 @@ class ChatTemplate:
 
 
 def template_in(directory: Path) -> ChatTemplate:
-    """The template of a Hugging Face directory."""
-    settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    """The template of a Hugging Face directory; an empty one if it has none."""
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     file = directory / TEMPLATE
-    text = file.read_text(encoding="utf-8") if file.exists() else settings["chat_template"]
+    text = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template", "")
     if isinstance(text, list):  # several by name
         text = {each["name"]: each["template"] for each in text}["default"]
     tokens = {
@@ -292,11 +320,19 @@ def refuse_unfit_template(
         )
     for tool in tools:
         _refuse_hidden_properties(template, tool, question)
-    call = {"id": "call_0", "type": "function", "function": {"name": _name(tools[0]), "arguments": {}}}
-    result = {"role": "tool", "tool_call_id": "call_0", "content": RETURNED}
-    called: list[dict[str, Any]] = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
-    if RETURNED not in template.render(called, tools):
+    try:
+        shown = template.render(_called(question, tools[0], {}), tools)
+    except ConfigError:
+        shown = template.render(_called(question, tools[0], "{}"), tools)  # DeepSeek V3 has arguments as text
+    if RETURNED not in shown:
         raise template.unfit("leaves out what a tool returns", "Write a template with the role tool")
+
+
+def _called(question: dict[str, Any], tool: dict[str, Any], arguments: Any) -> list[dict[str, Any]]:
+    """Return a question, a call of the tool and its result. Mistral accepts only identifiers of nine letters and digits."""
+    call = {"id": "call00000", "type": "function", "function": {"name": _name(tool), "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "call00000", "content": RETURNED}
+    return [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
 def _nested(tool: dict[str, Any]) -> bool:

@@ -11,7 +11,8 @@ The environment client names its agent (`environment.agent`): the tool loop, the
     played = await play_rollout(spec, policy, environment, config, sampling)
     played.rollout.status, played.response_with_tokens(), played.answer
 
-Tool loop: the policy calls tools until it replies without a call, then the verifier judges. Tool errors, invalid JSON
+Tool loop: the policy calls tools until it replies without a call and the environment has no follow-up, then the
+verifier judges. Tool errors, invalid JSON
 arguments and unknown tools are observations for the policy. Outputs keep the order of the calls. `rollout.cut_replies:
 return` does the same for a reply that hit its token limit.
 
@@ -29,7 +30,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -274,7 +277,11 @@ class ToolEpisode:
             if reply.limit:
                 return reply.limit
             if not reply.calls:
-                return "stop"
+                follow_up = session.follow_up(self._dialogue.response_of(reply))
+                if not (message := _text("The follow-up", await self._attempt.in_environment(follow_up))):
+                    return "stop"
+                self._dialogue.conversation.add_observation(message)
+                continue
             terms = self._dialogue.terms
             allowed = len(reply.calls)
             if terms.max_tool_calls is not None:
@@ -525,3 +532,9 @@ def _total(name: str, numbers: Iterable[float]) -> float:
         return math.fsum(numbers)
     except OverflowError as error:
         raise BadReward(f"{name} is not finite: its parts are too large to add up.") from error
+
+
+def rollout_name(group_id: str, sample: int) -> str:
+    """A unique name that can be part of a path: letters, digits, dots, dashes, underscores, a letter first."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", group_id)[:64]
+    return f"r-{readable}-{sample}-{uuid.uuid4().hex[:12]}"

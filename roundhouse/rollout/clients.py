@@ -1,7 +1,7 @@
 """Environment clients for environments in this process or on a server, and the mixture of several.
 
 Invariant: all clients return the same texts, verdicts and kinds of failure for the same environment. The protocols are
-in `roundhouse.rollout.protocol`; clients for foreign contracts are in `roundhouse.compat` and imported only on use.
+in `roundhouse.rollout.protocol`; clients for foreign contracts are plug-ins and imported only on use.
 
     async with open_environment(config.environment) as environment:
         session = await environment.seed_session(environment.tasks("train")[0])
@@ -31,7 +31,6 @@ from roundhouse import plugins
 from roundhouse.config.environments import (
     EnvironmentConfig,
     MixtureEnvironment,
-    RemoteEnvironment,
     SingleEnvironment,
 )
 from roundhouse.environments import first_task, load_any
@@ -46,6 +45,7 @@ from roundhouse.environments.base import (
     ToolResult,
     Verdict,
 )
+from roundhouse.environments.task_files import read_task_rows
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import GymnasiumLoop, RolloutAttempt, ToolLoop, checked_verdict
 from roundhouse.rollout.conversation import Conversation
@@ -172,6 +172,10 @@ class _LocalSession:
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         return await self._toolbox.call(self._state, name, arguments)
 
+    async def follow_up(self, response: dict[str, Any]) -> str | None:
+        with _failing_as(StepFailed, f"{self._environment.name}: follow_up", self._row):
+            return await self._environment.follow_up(self._state, self._row, response)
+
     async def snapshot(self) -> Any:
         with _failing_as(SnapshotFailed, f"{self._environment.name}: snapshot_session"):
             return await self._environment.snapshot_session(self._state)
@@ -242,25 +246,10 @@ def open_environment(config: EnvironmentConfig, store: str | None = None) -> Env
 
 def open_mixture(config: MixtureEnvironment, store: str | None = None) -> EnvironmentClient:
     """The client of several environments; arguments and errors as of `open_environment`."""
-    from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
-
     files: dict[Split, str | None] = {"train": config.train_tasks, "heldout": config.heldout_tasks}
     rows = {split: read_task_rows(uri, f"environment.{split}_tasks") for split, uri in files.items() if uri}
     parts = {name: open_environment(each, store) for name, each in config.environments.items()}
     return MixtureClient(config, parts, rows)
-
-
-def open_remote(config: RemoteEnvironment) -> EnvironmentClient:
-    """The client of a resources server.
-
-    Raises:
-        ConfigError: its URL or task files are wrong.
-    """
-    from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient, RemoteEpisodeClient
-
-    if config.protocol == "gymnasium":
-        return RemoteEpisodeClient.from_config(config)
-    return _with_mcp(RemoteEnvironmentClient.from_config(config), config.mcp_servers)
 
 
 def _open_unjudged(config: SingleEnvironment) -> EnvironmentClient:
@@ -278,7 +267,7 @@ def _open_unjudged(config: SingleEnvironment) -> EnvironmentClient:
 def _hosted(config: SingleEnvironment, environment: Environment | GymnasiumEnvironment) -> EnvironmentClient:
     servers: Mapping[str, str] = getattr(config, "mcp_servers", {})
     if isinstance(environment, Environment):
-        return _with_mcp(HostedEnvironmentClient(config, environment), servers)
+        return with_mcp(HostedEnvironmentClient(config, environment), servers)
     if servers:
         raise ConfigError(
             f"environment.mcp_servers is set, but {environment.name} speaks the Gymnasium protocol: its world answers all "
@@ -287,12 +276,12 @@ def _hosted(config: SingleEnvironment, environment: Environment | GymnasiumEnvir
     return HostedEpisodeClient(config, environment)
 
 
-def _with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolEnvironment:
+def with_mcp(environment: ToolEnvironment, servers: Mapping[str, str]) -> ToolEnvironment:
+    """Add the tools of MCP servers to an environment."""
     if not servers:
         return environment
-    from roundhouse.compat.mcp import McpEnvironment
-
-    return McpEnvironment(environment, servers)
+    extended: ToolEnvironment = plugins.factory("operation", "mcp_servers")(environment, servers)
+    return extended
 
 
 async def verdict_on(environment: ToolEnvironment, row: TaskRow, text: str) -> Verdict:

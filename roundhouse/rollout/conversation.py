@@ -38,6 +38,7 @@ from pydantic import ValidationError
 from roundhouse.config.models import Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion, ContextOverflow
+from roundhouse.images import image_names
 from roundhouse.rollout.protocol import BadCompletion, BadTaskRow
 from roundhouse.rollout.responses import (
     Item,
@@ -65,6 +66,8 @@ class TurnChain:
         """Prompt and generation of the newest call."""
         self._digest = GrowingDigest()
         """Running digest of `tokens`."""
+        self._images: list[int] = []
+        """Number of images of each prompt."""
         self._left: dict[int, list[int]] = {}
         """Prompt and generation of the other calls that none continues, by turn: every earlier call's begin one of them."""
 
@@ -78,8 +81,12 @@ class TurnChain:
         finish_reason: str,
         latency_seconds: float = 0.0,
         version_spans: list[dict[str, int]] | None = None,
+        images: Sequence[str] = (),
     ) -> Turn:
         """Record a call.
+
+        Args:
+            images: names of all images of the prompt, in order.
 
         Raises:
             BadCompletion: a field has another type, or a number that cannot be stored.
@@ -103,7 +110,9 @@ class TurnChain:
             finish_reason=finish_reason,
             latency_seconds=latency_seconds,
             version_spans=version_spans,
+            images=list(images[0 if parent is None else self._images[parent] :]) or None,
         )
+        self._images.append(len(images))
         digest.extend(generated)
         if self.turns and not continues:
             self._left[newest] = self.tokens
@@ -307,6 +316,7 @@ class Conversation:
             self.items: list[Item] = [{"type": "message", **item} for item in items]
         except (KeyError, TypeError, AttributeError) as error:
             raise BadTaskRow(f"responses_create_params is malformed: {error!r}") from error
+        self._images = image_names(self.messages)
         self.params: dict[str, Any] = params
         self.chain = TurnChain()
         self.turns = self.chain.turns
@@ -354,6 +364,7 @@ class Conversation:
                 finish_reason=completion.finish_reason,
                 latency_seconds=completion.latency_seconds,
                 version_spans=completion.version_spans,
+                images=self._images,
             )
             self.items += assistant_items(completion.message, f"{self._item_id}_{len(self.turns) - 1}")
             calls = completion.message.get("tool_calls") or []

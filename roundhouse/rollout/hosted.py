@@ -58,10 +58,15 @@ class _ToolSession(_HostedSession):
     tools: Sequence[dict[str, Any]] = ()
     answer: dict[str, Any] | None = None
     ordered = False
+    follows_up = False
+    """The environment has code that answers a reply without a tool call."""
     names = "snapshot_session", "close_session"
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         return ToolResult(**await self.call("call_tool", name, arguments, failure=StepFailed))
+
+    async def follow_up(self, response: dict[str, Any]) -> str | None:
+        return await self.call("follow_up", response, failure=StepFailed) if self.follows_up else None
 
     async def verify(self, response: dict[str, Any]) -> Verdict:
         result = await self.call("verify", response, failure=VerifierFailed)
@@ -181,11 +186,11 @@ class HostedEnvironmentClient(_HostedClient):
         kind = type(environment)
         super().__init__(config, environment, closes=kind.close_session is not Environment.close_session)
         self._seeds = kind.seed_session is not Environment.seed_session
+        self._follows_up = kind.follow_up is not Environment.follow_up
         self.agent = ToolLoop()
 
     async def seed_session(self, row: TaskRow) -> _ToolSession:
-        session = await self._session(_ToolSession)
-        session.ordered = self._seeds
+        session = await self._tool_session()
         if self._seeds:
             await self._begun(session, "seed_session", row, failure=SeedFailed)
         else:
@@ -193,9 +198,13 @@ class HostedEnvironmentClient(_HostedClient):
         return session
 
     async def restore_session(self, row: TaskRow, snapshot: Any) -> _ToolSession:
-        session = await self._session(_ToolSession)
-        session.ordered = self._seeds
+        session = await self._tool_session()
         await self._begun(session, "restore_session", row, snapshot, failure=SnapshotFailed)
+        return session
+
+    async def _tool_session(self) -> _ToolSession:
+        session = await self._session(_ToolSession)
+        session.ordered, session.follows_up = self._seeds, self._follows_up
         return session
 
 

@@ -324,6 +324,15 @@ class EnvironmentSession(RolloutSession, Protocol):
         """
         ...
 
+    async def follow_up(self, response: dict[str, Any]) -> str | None:
+        """Return the user message that answers a reply without a tool call (a Responses object of that one model call); None
+        ends the rollout.
+
+        Raises:
+            InfraError, DataError: as `verify`.
+        """
+        ...
+
     async def verify(self, response: dict[str, Any]) -> Verdict:
         """Judge the finished rollout (a Responses object with all new items of all turns).
 

@@ -124,9 +124,20 @@ class Recording:
             raise self._refuse("continues", f"the rollout had ended after {number} replies, and now continues")
         self._compare(self._starts[number], f"before reply {number}")
         self._next += 1
+        reply = self._replies[number]
+        if not self._stored.turns:  # imported without tokens
+            return Completion(
+                message=reply,
+                finish_reason="tool_calls" if reply.get("tool_calls") else "stop",
+                prompt_token_ids=[],
+                generation_token_ids=[],
+                generation_log_probs=[],
+                policy_version=0,
+                latency_seconds=0.0,
+            )
         turn = self._stored.turns[number]
         return Completion(
-            message=self._replies[number],
+            message=reply,
             finish_reason=turn.finish_reason,
             prompt_token_ids=self._prompts[number],
             generation_token_ids=turn.generation_token_ids,
@@ -144,14 +155,14 @@ class Recording:
     def limits(self, seconds: float) -> RolloutConfig:
         """Return limits under which this recording ends at its recorded end, whatever limits the run had. The row has
         its system prompt."""
-        turns, most = self._stored.turns, UNLIMITED
+        turns, most, replies = self._stored.turns, UNLIMITED, len(self._replies)
         if turns and self._stored.finish_reason == "max_tokens" and not self._overflowed:
             used = len(self._prompts[-1]) + len(turns[-1].generation_token_ids)
             full = turns[-1].finish_reason == "length" or bool(self._replies[-1].get("tool_calls"))
             most = used if full else used - 1
         at_limit = self._stored.finish_reason == "max_turns"
         return RolloutConfig.model_construct(
-            max_turns=len(turns) if at_limit else len(turns) + 1,
+            max_turns=replies if at_limit else replies + 1,
             max_tokens=most,
             timeout_seconds=seconds,
             tool_timeout_seconds=seconds,
@@ -295,7 +306,7 @@ def _replies(rollout: Rollout) -> tuple[list[int], list[dict[str, Any]]]:
         if rank == 3 or own < rank or own == rank < 2:
             starts.append(index)
         rank = own
-    if len(starts) != len(rollout.turns):
+    if rollout.turns and len(starts) != len(rollout.turns):
         raise NotRebuilt("unclear_turns", f"{len(rollout.turns)} turns, and items of {len(starts)} replies")
     replies = []
     for start in starts:

@@ -210,7 +210,7 @@ def _call_row(call: RecordedCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """First observation of an episode."""
+    """First observation of an episode, or the follow-up of a tool session."""
 
     observation: str | None
 
@@ -445,6 +445,12 @@ class ReplayingSession:
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         return await self._calls.answer(ToolResult, lambda: self._session.call_tool(name, arguments))
+
+    async def follow_up(self, response: dict[str, Any]) -> str | None:
+        async def ask() -> Opening:
+            return Opening(await self._session.follow_up(response))
+
+        return (await self._calls.answer(Opening, ask)).observation
 
 
 class ReplayingEpisode:

@@ -217,8 +217,27 @@ def items_from_chat(messages: Iterable[Message], id_prefix: str = "msg") -> list
         elif message["role"] == "tool":
             items.append(function_call_output(message["tool_call_id"], _text_of(message["content"])))
         else:
-            items.append({"type": "message", "role": message["role"], "content": _text_of(message["content"])})
+            content = message["content"]
+            images = isinstance(content, list) and any(part.get("type") == "image_url" for part in content)
+            shown = item_content(content) if images else _text_of(content)
+            items.append({"type": "message", "role": message["role"], "content": shown})
     return items
+
+
+def item_content(content: Any) -> Any:
+    """Return the content of a chat message as that of an item."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {
+            "type": "input_image",
+            "image_url": part["image_url"]["url"],
+            "detail": part["image_url"].get("detail") or "auto",
+        }
+        if part.get("type") == "image_url"
+        else part
+        for part in content
+    ]
 
 
 def split_thinking(text: str) -> tuple[list[str], str]:

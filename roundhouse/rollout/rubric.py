@@ -37,8 +37,8 @@ import orjson
 
 from roundhouse import plugins
 from roundhouse.activity import run_interruptible
-from roundhouse.config.environments import Audit, Criteria, Criterion, Rubric
 from roundhouse.config.rollout import RetryPolicy
+from roundhouse.config.rubrics import Audit, Criteria, Criterion, Rubric
 from roundhouse.config.secrets import read_secret
 from roundhouse.environments.base import BadReward, Verdict
 from roundhouse.errors import ConfigError, DataError, InfraError

@@ -14,9 +14,11 @@ another template makes another version. `tools` and `reward` (default 1) are opt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from roundhouse.environments.null_fields import arguments_without_nulls, paramet
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import read_request
+from roundhouse.images import image_names
 from roundhouse.policy.model_directory import TEMPLATE, refuse_unfit_template, template_in
 from roundhouse.rollout.conversation import TurnChain
-from roundhouse.rollout.responses import items_from_chat
+from roundhouse.rollout.responses import chat_messages, chat_tools, items_from_chat
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.stages.refit import engine_files
-from roundhouse.stages.validate import DecodedText
+from roundhouse.stages.validate import DecodedText, image_reader, own_parser
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, sha256
@@ -40,6 +43,7 @@ from roundhouse.trajectories.schemas import rollouts_table, turns_table
 PART_ROWS = 1024
 """Rows in one Parquet part."""
 
+PARAMETERS = "responses_create_params"
 Row = dict[str, Any]
 
 
@@ -67,30 +71,111 @@ def import_chat_rows(run: Run, file: str) -> Reference:
     Raises:
         DataError: a row does not fit the policy: its template drops something, or it is too long.
     """
-    rows, files = read_chat_rows(file), engine_files(run)
-    limit, day = run.config.generation.max_model_len, run.config.generation.template_date
-    names = ("tokenizer.json", "tokenizer_config.json", TEMPLATE)
-    parts = [(files / name).read_bytes() for name in names if (files / name).is_file()]
-    label = sha256(b"\0".join([json.dumps([rows, limit, *([] if day is None else [str(day)])]).encode(), *parts]))[:16]
+    rows, conversations = read_chat_rows(file), Conversations(run)
     name = Path(file).stem
-    stage = dataset_stage(run, name, label, TaskDraw(0))
+    stage = dataset_stage(run, name, conversations.label(rows), TaskDraw(0))
     if (reference := stage.reference()) is not None:
         return reference
-    codec = ChatCodec(str(files), limit, template_date=day)
-    proof = DecodedText(files, hermes=run.config.generation.tool_call_parser == "hermes")
-    _refuse_dropped_tools(files, file, rows)
+    conversations.refuse_dropped_tools(file, rows)
     attempt = run.begin(stage, policy_version=0)
     written: list[Rollout] = []
     for start in range(0, len(rows), PART_ROWS):
-        part = [_rollout(codec, proof, name, file, row) for row in rows[start : start + PART_ROWS]]
+        part = [_rollout(conversations, name, file, row) for row in rows[start : start + PART_ROWS]]
         attempt.write_table("turns", turns_table(part))
         attempt.write_table("rollouts", rollouts_table(part))
         written += part
-    tokenizer = hashlib.sha256((files / "tokenizer.json").read_bytes()).hexdigest()
     return attempt.commit(
         counts=Ledger.from_rollouts(written, requested=len(written)).counts(),
-        details={"written": True, "imported": file, "tokenizer": tokenizer},
+        details={"written": True, "imported": file, "tokenizer": conversations.tokenizer_digest()},
     )
+
+
+class Conversations:
+    """Written conversations as tokens of a run's policy."""
+
+    def __init__(self, run: Run) -> None:
+        self._files, generation = engine_files(run), run.config.generation
+        self._limit, self._day = generation.max_model_len, generation.template_date
+        self._parser, self._images = own_parser(run.config, self._files), image_reader(run)
+
+    @functools.cached_property
+    def _codec(self) -> ChatCodec:
+        return ChatCodec(str(self._files), self._limit, template_date=self._day, images=self._images)
+
+    @functools.cached_property
+    def _proof(self) -> DecodedText:
+        return DecodedText(self._files, self._parser)
+
+    def label(self, content: Any) -> str:
+        """Return a digest of JSON content and of everything of the policy that decides its tokens."""
+        names = ("tokenizer.json", "tokenizer_config.json", TEMPLATE)
+        parts = [(self._files / name).read_bytes() for name in names if (self._files / name).is_file()]
+        day = [] if self._day is None else [str(self._day)]
+        return sha256(b"\0".join([json.dumps([content, self._limit, *day]).encode(), *parts]))[:16]
+
+    def tokenizer_digest(self) -> str:
+        return hashlib.sha256((self._files / "tokenizer.json").read_bytes()).hexdigest()
+
+    def refuse_dropped_tools(self, file: str, rows: Sequence[Row]) -> None:
+        """
+        Raises:
+            DataError: the policy's template does not show the tools of a row.
+        """
+        template, known = template_in(self._files), set[str]()
+        for row in rows:
+            if (tools := json.dumps(row["tools"] or [])) not in known:
+                known.add(tools)
+                try:
+                    refuse_unfit_template(template, row["tools"] or [])
+                except ConfigError as error:
+                    raise DataError(
+                        f"{file}, row {row['number']}: {_said(error)}. Name a template that renders them "
+                        "(policy.chat_template)."
+                    ) from error
+
+    def add_turns(self, rollout: Rollout, messages: Sequence[Row], tools: Any) -> None:
+        """Add a turn for each assistant message to a rollout without turns.
+
+        Raises:
+            DataError: they are more tokens than `generation.max_model_len`.
+            Refusal: the template changes the text of the rollout's items.
+        """
+        chain = TurnChain()
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            parameters = {
+                "messages": messages[:index],
+                "tools": tools,
+                "required_prefix_token_ids": chain.tokens or None,
+            }
+            prompt = self._codec.prompt(read_request(parameters, "")).token_ids
+            reply = self._codec.reply(read_request({"messages": messages[: index + 1], "tools": tools}, ""))
+            if (length := len(prompt) + len(reply)) > self._limit:
+                raise DataError(f"it has {length} tokens, and generation.max_model_len is {self._limit}")
+            finish = "tool_calls" if message.get("tool_calls") else "stop"
+            names = image_names(messages[:index])
+            turn = chain.add(prompt, reply, [], policy_version=0, finish_reason=finish, images=names)
+            turn.trained = message.get("weight", 1) != 0
+        rollout.turns = chain.turns
+        self._proof.prove(rollout)
+
+    def rollout_with_turns(self, rollout: Rollout) -> Rollout:
+        """Return an imported rollout without tokens with a turn for each reply after its task.
+
+        Raises:
+            DataError, ConfigError, Refusal: the policy's template cannot express it.
+        """
+        params = rollout.task[PARAMETERS]
+        messages, tools = chat_messages(rollout.items), chat_tools(params.get("tools") or []) or None
+        shown = len(chat_messages(params["input"]))
+        if not shown:
+            raise DataError("it begins with an assistant message, without a prompt")
+        refuse_unfit_template(template_in(self._files), tools or [])
+        weights = {index: {"weight": 0} for index in range(shown)}
+        tokenised = replace(rollout, turns=[])
+        self.add_turns(tokenised, [each | weights.get(index, {}) for index, each in enumerate(messages)], tools)
+        return tokenised
 
 
 def _row(file: str, number: int, line: bytes) -> Row:
@@ -156,26 +241,13 @@ def _call(index: int, call: Any, parameters: Mapping[str, Any]) -> dict[str, Any
     return {"id": f"call_{index}", "type": "function", **call, "function": function | {"arguments": arguments}}
 
 
-def _refuse_dropped_tools(files: Path, file: str, rows: Sequence[Row]) -> None:
-    template, known = template_in(files), set[str]()
-    for row in rows:
-        if (tools := json.dumps(row["tools"] or [])) not in known:
-            known.add(tools)
-            try:
-                refuse_unfit_template(template, row["tools"] or [])
-            except ConfigError as error:
-                raise DataError(
-                    f"{file}, row {row['number']}: {_said(error)}. Name a template that renders them (policy.chat_template)."
-                ) from error
-
-
-def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Row) -> Rollout:
+def _rollout(conversations: Conversations, name: str, file: str, row: Row) -> Rollout:
     """Return the record of a row: one turn per assistant message.
 
     Raises:
         DataError: its decoded tokens differ from the row, or are too many.
     """
-    messages, chain = row["messages"], TurnChain()
+    messages = row["messages"]
     first_reply = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     task: Row = {
         "input": items_from_chat(messages[:first_reply]),
@@ -184,31 +256,15 @@ def _rollout(codec: ChatCodec, proof: DecodedText, name: str, file: str, row: Ro
     rollout = Rollout(
         group_id=f"{name}/{row['number']}",
         sample=0,
-        task={"task_id": f"{name}/{row['number']}", "responses_create_params": task},
+        task={"task_id": f"{name}/{row['number']}", PARAMETERS: task},
         environment="chat",
         status=Status.COMPLETED,
         reward=row["reward"],
         items=items_from_chat(messages),
-        turns=chain.turns,
         finish_reason="stop",
     )
     try:
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            parameters = {
-                "messages": messages[:index],
-                "tools": row["tools"],
-                "required_prefix_token_ids": chain.tokens or None,
-            }
-            prompt = codec.prompt(read_request(parameters, "")).token_ids
-            reply = codec.reply(read_request({"messages": messages[: index + 1], "tools": row["tools"]}, ""))
-            if (length := len(prompt) + len(reply)) > codec.max_model_len:
-                raise DataError(f"it has {length} tokens, and generation.max_model_len is {codec.max_model_len}")
-            finish = "tool_calls" if message.get("tool_calls") else "stop"
-            turn = chain.add(prompt, reply, [], policy_version=0, finish_reason=finish)
-            turn.trained = message.get("weight", 1) != 0
-        proof.prove(rollout)
+        conversations.add_turns(rollout, messages, row["tools"])
     except (DataError, Refusal) as error:
         raise DataError(f"{file}, row {row['number']}: {_said(error)}. Mend or remove the row.") from error
     return rollout

@@ -24,11 +24,11 @@ from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import counted_at
 from roundhouse.policy.model_directory import template_in
+from roundhouse.policy.prompt_lengths import Prompts, longer_than_allowed, tokens_by
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import RolloutSpec, Sampled, iterations_of, recorded_draw, sample_rounds
 from roundhouse.rollout.recording import Branched, branched_groups, plan_branches
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
-from roundhouse.stages.prompt_lengths import Prompts, longer_than_allowed, tokens_by
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import Run
 from roundhouse.store.stage import Reference, Stage, StageKind, read_table

@@ -20,7 +20,7 @@ import numpy as np
 
 from roundhouse.collection.collector import deviation, mean, refuse_many_failures, rollout_metrics
 from roundhouse.collection.in_process_runner import open_collector
-from roundhouse.config.environments import EnvironmentConfig, MixtureEnvironment
+from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.environments import has_own_splits
@@ -67,11 +67,11 @@ def evaluate_version(
     collected = collection.collect(specs, evaluation_sampling(config), engine_url, progress, on_policy=False)
     refuse_many_failures(collected.rollouts, config.rollout, engine_url)
     ledger = Ledger.from_rollouts(collected.rollouts, requested=len(specs))
-    threshold, environment = config.evaluation.success_threshold, config.environment
+    threshold = config.evaluation.success_threshold
     metrics = evaluation_metrics(collected.rollouts, threshold, name)
     if (shared := _tasks_in_training(trains_on, config.environment, rows)) is not None:
         metrics[f"evaluation/{'' if name is None else f'{name}/'}{IN_TRAINING}"] = float(shared)
-    for part in environment.environments if isinstance(environment, MixtureEnvironment) else ():
+    for part in config.environment.parts:
         own = [rollout for rollout in collected.rollouts if rollout.group_id.startswith(f"{part}/")]
         metrics |= evaluation_metrics(own, threshold, part if name is None else f"{name}/{part}")
     return collection.commit(

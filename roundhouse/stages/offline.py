@@ -32,7 +32,8 @@ from roundhouse.config.rollout import CHAT_ROWS, NAMED, OfflineConfig
 from roundhouse.errors import ConfigError, DataError, StoreError
 from roundhouse.stages.datasets import dataset_names, dataset_versions
 from roundhouse.stages.freshness import Freshness, bounds_of, importance_metrics, importance_of, judge, settle
-from roundhouse.stages.validate import rows_of_groups, validate_groups, vocabulary_size
+from roundhouse.stages.importing import lacks_tokens, with_tokens
+from roundhouse.stages.validate import image_reader, rows_of_groups, validate_groups, vocabulary_size
 from roundhouse.store.lineage import read_identity
 from roundhouse.store.location import Location, NotFound
 from roundhouse.store.run import Run
@@ -152,15 +153,20 @@ def find_datasets(store: str, names: Sequence[str], run: Run | None = None) -> l
     completion.
 
     Args:
-        run: chat-row files are imported for its policy; without a run they are read and omitted.
+        run: chat-row files, and versions that were imported without tokens, get the tokens of its policy; without a run,
+            files are read and omitted, and versions stay as they are.
 
     Raises:
+        ConfigError: the run's algorithm weights tokens, and a version lacks them.
         StoreError: a name matches nothing; the existing names are listed.
         DataError: a chat row cannot be learnt from.
     """
     by_uri: dict[str, Reference] = {}
     for name in names:
-        for reference in _versions_of(store, name, run):
+        for version in _versions_of(store, name, run):
+            if run is not None:
+                _refuse_missing_weights(run.config, version)
+            reference = version if run is None else with_tokens(run, version)
             by_uri.setdefault(reference.uri, reference)
     return list(by_uri.values())
 
@@ -280,15 +286,21 @@ def refuse_other_sampling(config: RunConfig, datasets: Sequence[Reference]) -> N
                 f"Dataset {label_of(reference)} was sampled at temperature {sampled:g}, and generation.sampling.temperature is "
                 f"{temperature:g}, at which its log-probabilities would be computed. Set it to {sampled:g}."
             )
-        if details.get("written"):
-            _refuse_weights_of_tokens(config, label_of(reference))
+        _refuse_missing_weights(config, reference)
 
 
-def _refuse_weights_of_tokens(config: RunConfig, label: str) -> None:
-    """Refuse token weights: written rows were not sampled from a policy, so the probabilities of their tokens are
-    unknown."""
+def _refuse_missing_weights(config: RunConfig, reference: Reference) -> None:
+    """Refuse token weights for a dataset without log-probabilities."""
+    if lacks_tokens(reference):
+        _refuse_weights_of_tokens(config, label_of(reference), "imported without token IDs")
+    elif read_manifest(reference).details.get("written"):
+        _refuse_weights_of_tokens(config, label_of(reference))
+
+
+def _refuse_weights_of_tokens(config: RunConfig, label: str, origin: str = "written, not sampled") -> None:
+    """Refuse token weights: the tokens were not sampled from a policy, so their probabilities are unknown."""
     algorithm = config.train.algorithm
-    written = f"dataset {label} was written, not sampled: it lacks the log-probabilities for token weights"
+    written = f"dataset {label} was {origin}: it lacks the log-probabilities for token weights"
     if not isinstance(algorithm, CrossEntropyConfig):
         raise ConfigError(
             f"train.algorithm.kind is {algorithm.kind}, but {written}. Set it to cross_entropy (--method sft)."
@@ -340,6 +352,7 @@ def draw_sample(run: Run, reference: Reference, manifest: Manifest, count: int) 
         vocabulary_size=size,
         policy_version=reference.policy_version,
         terms=CollectionLimits(size, reference.policy_version, reward_limit=run.config.rollout.reward_limit),
+        images=image_reader(run),
     )
     if result.sequences.num_rows == 0:
         raise DataError(

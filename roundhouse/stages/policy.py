@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from roundhouse.activity import announce
-from roundhouse.config.models import BundledPolicy, WarmStartPolicy
 from roundhouse.config.training import ResidentService
-from roundhouse.environments import demonstrating
-from roundhouse.errors import ConfigError
-from roundhouse.policy.gguf import gguf_file
-from roundhouse.policy.model_directory import TEMPLATE, bundled_file, template_text
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.stages.checkpoint import publish_starting_policy
 from roundhouse.store import lease
-from roundhouse.store.directories import checkpoint_cache, policy_cache, scratch_beside, take_over
+from roundhouse.store.directories import checkpoint_cache, scratch_beside, take_over
 from roundhouse.store.lineage import IDENTITY, adopt_checkpoints
 from roundhouse.store.location import Location
+from roundhouse.store.replays import load_replay, replay_names, request_of
 from roundhouse.store.run import Run, load_run, state_of, trained_since_state
-from roundhouse.store.stage import ModelFiles, Reference, model_location
+from roundhouse.store.stage import ModelFiles, Reference
 
 
 def starting_policy(run: Run) -> Reference:
@@ -34,35 +28,8 @@ def starting_policy(run: Run) -> Reference:
         return adopt_checkpoints(run, partial(_with_optimizer, run))
     if (reference := run.checkpoint(0).reference()) is not None:
         return reference
-    policy = run.config.policy
     with scratch_beside(run.checkpoint(0).location) as scratch:
-        directory = scratch
-        if isinstance(policy, WarmStartPolicy):
-            details = _warm_start(run, policy, directory)
-        elif isinstance(policy, BundledPolicy):
-            directory, details = _converted(run, bundled_file(policy.name))
-        else:
-            original = model_location(Location(policy.path))
-            names = original.tree()
-            if not names:
-                raise ConfigError(f"policy.path: {original.uri} holds no files. Give a Hugging Face model directory.")
-            original.download([name for name in names if "/" not in name], directory)
-            details = {"source": original.uri}
-            if (file := gguf_file(directory)) is not None:
-                directory, converted = _converted(run, file)
-                details |= converted
-            else:
-                from roundhouse.policy.model_directory import check_model_directory
-
-                try:
-                    check_model_directory(directory, run.config.generation.max_model_len)
-                except ConfigError as error:  # names the copy
-                    place = original.uri.removeprefix("file://")
-                    raise ConfigError(str(error).replace(str(directory), place)) from None
-        if not isinstance(policy, WarmStartPolicy) and policy.chat_template is not None:
-            if directory != scratch:  # in the cache, if it does not change
-                directory = Path(shutil.copytree(directory, scratch, dirs_exist_ok=True))
-            (directory / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
+        directory, details = starting_policy_of(run.config).make(run, scratch)
         return publish_starting_policy(run, directory, details, move=directory == scratch)
 
 
@@ -85,62 +52,6 @@ def _with_optimizer(fork: Run, origin: Reference, location: Location, attempt: s
     return write_with_optimizer(parent, origin, location, attempt, checkpoint_cache(fork.config), for_run=fork)
 
 
-def write_untrained(run: Run, directory: Path) -> None:
-    """Files that an engine needs of a policy that is still to be made."""
-    policy = run.config.policy
-    if isinstance(policy, WarmStartPolicy):
-        from roundhouse.policy.warm_start import write_engine_files
-
-        write_engine_files(policy, demonstrating(run.config.environment), _policy_seed(run, policy), directory)
-        return
-    with tempfile.TemporaryDirectory() as fetched:
-        if isinstance(policy, BundledPolicy):
-            source = Location(str(_converted(run, bundled_file(policy.name))[0]))
-        else:
-            source = model_location(Location(policy.path))
-            if names := [name for name in source.names() if name.endswith(".gguf")]:
-                source.download(names, Path(fetched))
-                file = gguf_file(Path(fetched))
-                assert file is not None
-                source = Location(str(_converted(run, file)[0]))
-        names = [name for name in source.tree() if "/" not in name and not name.endswith(".safetensors")]
-        source.download(names, directory)
-    if policy.chat_template is not None:
-        (directory / TEMPLATE).write_text(template_text(policy.chat_template), encoding="utf-8")
-
-
-def _converted(run: Run, file: Path) -> tuple[Path, dict[str, object]]:
-    from roundhouse.policy.gguf import converted
-
-    def on_progress(text: str) -> None:
-        announce("conversion", text=text)
-
-    directory, report = converted(file, policy_cache(run.config) / "converted", on_progress, run.created_at)
-    return directory, {"converted": report}
-
-
-def _policy_seed(run: Run, policy: WarmStartPolicy) -> int:
-    return run.config.seed if policy.seed is None else policy.seed
-
-
-def _warm_start(run: Run, policy: WarmStartPolicy, directory: Path) -> dict[str, object]:
-    from roundhouse.policy.warm_start import make_starting_policy
-
-    def on_progress(step: int, steps: int, loss: float) -> None:
-        announce("warm_start", step=step, steps=steps, loss=loss)
-
-    seed = _policy_seed(run, policy)
-    report = make_starting_policy(
-        policy,
-        demonstrating(run.config.environment),
-        seed,
-        directory,
-        on_progress=on_progress,
-        cache=policy_cache(run.config) / "warm-starts",
-    )
-    return {"warm_start": asdict(report)}
-
-
 def delete_run(run: Run) -> None:
     """Delete a run.
 
@@ -159,3 +70,16 @@ def delete_run(run: Run) -> None:
     run.location.delete_object(IDENTITY)
     run.location.delete_tree()
     shutil.rmtree(checkpoint_cache(run.config) / f"engine-{run.uid}", ignore_errors=True)
+
+
+def delete_replays_of(run: Run) -> list[str]:
+    """Delete the replays of a run, which mean nothing without it, and return their names.
+
+    Raises:
+        RunDriven: a process drives one of them.
+    """
+    replays = [load_replay(run.config.store, name) for name in replay_names(run.config.store)]
+    own = [replayed for replayed in replays if request_of(replayed)["run_uid"] == run.uid]
+    for replayed in own:
+        delete_run(replayed)
+    return [replayed.location.uri.rsplit("/", 1)[-1] for replayed in own]

@@ -7,67 +7,49 @@ and the remedy. Facts that only a service knows are left to the service.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import os
 import queue
-import re
-import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from roundhouse import plugins
-from roundhouse.config.environments import RemoteEnvironment, environment_traits, environments_in
-from roundhouse.config.generation import Endpoint, training_endpoints, weight_updates
-from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.models import BundledPolicy, RunConfig, WarmStartPolicy
+from roundhouse.config.environments import environment_traits, environments_in
+from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import with_set
 from roundhouse.config.placement import trainer_launcher
-from roundhouse.config.secrets import read_secret
-from roundhouse.config.training import TemplatedPolicy
 from roundhouse.cpu import computes_bfloat16
 from roundhouse.environments import (
     check_sandboxes,
-    demonstrating,
     first_task,
     has_own_splits,
     load_any,
-    refuse_without_demonstrations,
 )
 from roundhouse.environments.base import BadReward, GymnasiumEnvironment, TaskRow
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.health.policy import code_of, code_of_type
-from roundhouse.http.clients import http_client, proxy_note
-from roundhouse.infra.checks.machine import available_memory, memory_plan, shape_of
+from roundhouse.images import FAMILIES, BadImage, images_of
 from roundhouse.launch.base import Launcher
-from roundhouse.policy.gguf import check_gguf, gguf_file, template_of, tokenizer_of
-from roundhouse.policy.model_directory import (
-    BUNDLED,
-    TEMPLATE,
-    ChatTemplate,
-    bundled_file,
-    check_model_directory,
-    refuse_unfit_template,
-    template_in,
-    template_text,
-)
-from roundhouse.policy.tokenizer import CHAT_TEMPLATE, PAD, TURN_END
-from roundhouse.pretrained import is_composite
+from roundhouse.policy.existing import prompts_in
+from roundhouse.policy.prompt_lengths import Prompts, longer_than_allowed
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.rollout.agents import GymnasiumLoop, ToolLoop
-from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment, tools_of, verdict_on
+from roundhouse.rollout.clients import (
+    LocalEnvironmentClient,
+    first_messages,
+    open_environment,
+    tools_of,
+    verdict_on,
+)
 from roundhouse.rollout.hosted import HostedEnvironmentClient
 from roundhouse.rollout.plan import WeightedTasks, build_curriculum, refuse_few_tasks, refuse_incomplete_iteration
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.stages.collect import last_iteration
+from roundhouse.stages.endpoint_check import refuse_unfit_endpoint
 from roundhouse.stages.evaluate import no_heldout_task
 from roundhouse.stages.hooks import refuse_unfit_hooks
+from roundhouse.stages.machine_fit import refuse_small_memory, refuse_unfit_layout, refuse_unfit_memory
 from roundhouse.stages.metric_catalogue import meaning_of
-from roundhouse.stages.prompt_lengths import Prompts, Tokens, longer_than_allowed, tokens_by
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.task_survey import has_local_rows
 from roundhouse.store.lineage import parent_at
@@ -75,11 +57,6 @@ from roundhouse.store.location import Location
 from roundhouse.store.run import load_run, no_such_version, run_exists, run_ids, version_named
 from roundhouse.store.stage import MANIFEST, model_location
 
-logger = logging.getLogger(__name__)
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Looks like a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."""
-ANSWER_SECONDS = 10.0
 TRIAL_SECONDS = 10.0
 
 
@@ -98,7 +75,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
     _refuse_unwritable_store(config)
     _refuse_slow_bfloat16(config)
     refuse_unknown_metric(config)
-    _refuse_unfit_endpoint(config, remote, trains)
+    refuse_unfit_endpoint(config, remote, trains)
     algorithm = config.train.algorithm
     if ":" in getattr(algorithm, "target", getattr(algorithm, "policy_loss", "")):
         from roundhouse.training.algorithms import build_algorithm  # imports torch
@@ -129,7 +106,7 @@ def refuse_unready(config: RunConfig, *, remote: bool = True, trains: bool = Tru
     if evaluates:
         _refuse_empty_sets(config, remote)
     _refuse_missing_models(config, remote)
-    _refuse_unfit_layout(config, remote)
+    refuse_unfit_layout(config, remote)
     refuse_unfit_memory(config)
     if _has_begun(config, remote):
         return
@@ -299,11 +276,33 @@ def _refuse_unfit_tasks(config: RunConfig, tasks: Sequence[TaskRow], prompts: Pr
     if prompts is None or not isinstance(agent, ToolLoop | GymnasiumLoop):  # others make the prompt
         return
     first, limit = tasks[0], config.generation.max_model_len
+    _refuse_unseen_parts(config, first)
     if (count := prompts.above(first, limit - 1)) is not None:
         raise ConfigError(
             f"generation.max_model_len is {limit}, and the prompt of the first training task ({first.get('task_id')}) has "
             f"{count} tokens, which leaves none for a reply. Raise it, or shorten the row, its tools or rollout.system_prompt."
         )
+
+
+def _refuse_unseen_parts(config: RunConfig, task: TaskRow) -> None:
+    """Refuse a prompt with parts that the policy cannot see, or with an image that is not sent as data."""
+    messages = first_messages(task)
+    prompt = f"The prompt of the first training task ({task.get('task_id')})"
+    kinds = [
+        part["type"] for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+    ]
+    for kind in kinds:
+        if kind not in ("text", "image_url"):
+            raise ConfigError(f"{prompt} has a content part of type {kind}. Leave such parts out of the rows.")
+    if "image_url" in kinds and not config.generation.images:
+        raise ConfigError(
+            f"{prompt} has an image, and generation.images is false. Set it to true, with a policy of type "
+            f"{' or '.join(FAMILIES)}, or leave images out of the rows."
+        )
+    try:
+        images_of(messages)
+    except BadImage as error:
+        raise ConfigError(f"{prompt}: {error}") from error
 
 
 def prompt_warnings(config: RunConfig, *, remote: bool = True) -> list[str]:
@@ -339,7 +338,7 @@ def _refuse_missing_models(config: RunConfig, remote: bool) -> None:
     named = {"teacher": teacher, "critic.model": critic.model if critic else None}
     for key, source in named.items():
         if source is not None and (remote or Location(source).is_local):
-            from roundhouse.stages.train import model_at
+            from roundhouse.stages.base_models import model_at
 
             model_at(source, key)
 
@@ -353,7 +352,7 @@ def _refuse_unbranchable(config: RunConfig) -> None:
         restorations[key] = open_environment(each).restoration
         if restorations[key] == "none":
             remedy = (
-                f"set {key}.restore to replay" if isinstance(each, RemoteEnvironment) else "declare it in its class"
+                f"set {key}.restore to replay" if "restore" in type(each).model_fields else "declare it in its class"
             )
             raise ConfigError(
                 f"rollout.branching is set, but {key} ({each.kind}) has the restoration none: its calls cannot be made again, "
@@ -376,7 +375,7 @@ def _refuse_unbranchable(config: RunConfig) -> None:
 
 def _refuse_unfit_pods(config: RunConfig) -> None:
     """Refuse an environment's own servers that cannot work in pods, on a cluster."""
-    if not isinstance(infra := config.infra, KubernetesInfra):
+    if (infra := config.infra).runs_here:
         return
     for environment in environments_in(config.environment).values():
         if (check := environment_traits(environment).check_pods) is not None:
@@ -412,79 +411,8 @@ def refuse_no_checkpoint(
     if version is not None and not begins and run.checkpoint(version).reference() is None:
         raise no_such_version(run, version)
     if draws and run.checkpoint(0).reference() is not None:
-        prompts = _prompts_in(config, model_location(run.checkpoint(0).location))
+        prompts = prompts_in(config, model_location(run.checkpoint(0).location))
         _refuse_unfit_tasks(config, _training_tasks(config), prompts)
-
-
-def _refuse_unfit_endpoint(config: RunConfig, remote: bool, trains: bool) -> None:
-    """Refuse a running server that does not take weights that change, or does not list its models. Its token replies
-    are checked when the engine starts."""
-    endpoint = config.generation.endpoint
-    if endpoint is None:
-        return
-    if trains and endpoint.kind == "text" and config.offline is None:
-        raise ConfigError(
-            f"generation.endpoint.kind is text, so {endpoint.url} returns neither token IDs nor log-probabilities: evaluations "
-            "and collections work with --version 0, training does not. Name a server that returns them, and set kind "
-            f"to {' or '.join(training_endpoints())}."
-        )
-    if trains and endpoint.weight_update is None and config.offline is None:
-        raise ConfigError(
-            f"generation.endpoint.weight_update is unset, so {endpoint.url} keeps the weights that it has: evaluations and "
-            f"collections work with --version 0, training does not. Set it to {' or '.join(weight_updates())}, if the server "
-            "can read a checkpoint's directory."
-        )
-    if not remote:
-        return
-    import httpx
-
-    secret = None if endpoint.api_key_variable is None else read_secret(endpoint.api_key_variable)
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
-    try:
-        with http_client(endpoint.url, foreign=True, headers=headers, timeout=ANSWER_SECONDS) as http:
-            status = http.get(f"{endpoint.url}/v1/models").status_code
-        problem = None if status == 200 else f"answered {status}"
-    except httpx.HTTPError as error:
-        problem = f"does not answer ({type(error).__name__}: {error})"
-    if problem is not None:
-        raise ConfigError(
-            f"generation.endpoint.url is {endpoint.url}, and its /v1/models {problem}. Start the server, or correct the "
-            f"section generation.endpoint.{proxy_note(endpoint.url)}"
-        )
-    if endpoint.kind != "text":
-        try:
-            _refuse_no_tokens(endpoint, headers, config.generation.request_timeout_seconds)
-        except httpx.HTTPError as error:
-            raise ConfigError(
-                f"generation.endpoint.url is {endpoint.url}, which does not draw a token within "
-                f"generation.request_timeout_seconds ({type(error).__name__}: {error}). Start the server again, or raise it."
-            ) from error
-
-
-def _refuse_no_tokens(endpoint: Endpoint, headers: dict[str, str], seconds: float) -> None:
-    """Draw one token as the engine will, and see that it comes with its ID and log-probability.
-
-    Raises:
-        ConfigError: it does not.
-        httpx.HTTPError: the server does not answer within `seconds`.
-    """
-
-    from roundhouse.generation import openai_engine
-    from roundhouse.generation.protocol import BadReply, EngineUnreachable
-    from roundhouse.http.replies import MALFORMED
-
-    engine: type[openai_engine.OpenAIEngine] = plugins.factory("endpoint", endpoint.kind)
-    path, body = engine.trial(endpoint.model)
-    with http_client(endpoint.url, foreign=True, headers=headers, timeout=seconds) as http:
-        reply = http.post(endpoint.url + path, json=body)
-    try:
-        engine.read_trial(reply.json())
-    except (BadReply, EngineUnreachable, *MALFORMED) as error:
-        raise ConfigError(
-            f"generation.endpoint.url is {endpoint.url}, and its {path} answers {reply.status_code} without token IDs and "
-            f"log-probabilities ({reply.text[:200]!r}), which generation.endpoint.kind {endpoint.kind} needs: its answers "
-            f"cannot be trained on. {openai_engine.REMEDY}"
-        ) from error
 
 
 def _has_tasks(config: RunConfig, remote: bool) -> bool:
@@ -503,217 +431,11 @@ def _prompts(config: RunConfig, remote: bool, task: TaskRow | None) -> Prompts |
     """
     if config.resume.path is not None:
         source = model_location(Location(config.resume.path))
-        return None if not (remote or source.is_local) else _prompts_in(config, source)
-    policy = config.policy
-    if isinstance(policy, WarmStartPolicy):
-        refuse_without_demonstrations(config.environment)
-        template = ChatTemplate("the warm start", CHAT_TEMPLATE, {"eos_token": TURN_END, "pad_token": PAD})
-        return Prompts(config.rollout, template, _tokens_of_warm_start(config, policy))
+        return None if not (remote or source.is_local) else prompts_in(config, source)
     prompts = [config.rollout.system_prompt, *(each.system_prompt for each in config.rollout.environments.values())]
     tools, system = tools_of(task), next((prompt for prompt in prompts if prompt is not None), None)
-    if isinstance(policy, BundledPolicy):
-        file = bundled_file(policy.name)
-        check_gguf(file)
-        refuse_small_memory(config, BUNDLED[policy.name].memory_gib)
-        return _prompts_of_gguf(config, policy, file, tools, system)
-    source = model_location(Location(policy.path))
-    if source.is_local:
-        if HUB_ID.fullmatch(policy.path) and not source.local_path.exists():
-            raise ConfigError(
-                f"policy.path is {policy.path}, which is not a directory. Models are not downloaded. Run `hf download "
-                f"{policy.path} --local-dir DIRECTORY` and name the directory. Or set policy.kind to "
-                "bundled for the model that comes with Roundhouse."
-            )
-        if (gguf := gguf_file(source.local_path)) is not None:
-            check_gguf(gguf)
-            return _prompts_of_gguf(config, policy, gguf, tools, system)
-        check_model_directory(source.local_path, config.generation.max_model_len)
-        _refuse_no_torchvision(config, source.local_path)
-        _refuse_no_tokenizer(config, source.local_path)
-        template = _chosen(config, policy, template_in(source.local_path))
-        refuse_unfit_template(template, tools, system)
-        return Prompts(config.rollout, template, _tokens_in(source))
-    if not remote:
-        return None
-    if source.exists("config.json"):
-        return _prompts_in(config, source, policy)
-    if not any(name.endswith(".gguf") for name in source.names()):
-        raise ConfigError(f"policy.path is {source.uri}: it holds no config.json. Give a Hugging Face model directory.")
-    return None
-
-
-def _prompts_in(config: RunConfig, source: Location, policy: TemplatedPolicy | None = None) -> Prompts | None:
-    """Return the template and tokenizer of a model directory; None if `rollout` limits neither prompts nor epochs.
-
-    Args:
-        policy: names another template.
-    """
-    if config.rollout.max_prompt_tokens is None and config.rollout.epochs is None:
-        return None
-    if not source.exists("tokenizer.json"):
-        return None
-    with tempfile.TemporaryDirectory() as directory:
-        names = {"tokenizer.json", "tokenizer_config.json", TEMPLATE} & {*source.names()}
-        source.download(sorted(names), Path(directory))
-        template = template_in(Path(directory))
-    if policy is not None:
-        template = _chosen(config, policy, template)
-    return Prompts(config.rollout, template, _tokens_in(source))
-
-
-def _prompts_of_gguf(
-    config: RunConfig, policy: TemplatedPolicy, file: Path, tools: list[dict[str, Any]], system: str | None
-) -> Prompts | None:
-    """Return the template and tokenizer of a GGUF file; None if `rollout.max_prompt_tokens` does not need the tokenizer,
-    which takes seconds to read."""
-    template = _chosen(config, policy, template_of(file))
-    refuse_unfit_template(template, tools, system)
-    if config.rollout.max_prompt_tokens is None:
-        return None
-    return Prompts(config.rollout, template, tokens_by(lambda: tokenizer_of(file)))
-
-
-def _refuse_no_tokenizer(config: RunConfig, model: Path) -> None:
-    """Refuse to limit the prompts of a model without tokenizer.json, which counts their tokens."""
-    if config.rollout.max_prompt_tokens is not None and not (model / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"rollout.max_prompt_tokens is {config.rollout.max_prompt_tokens}, and policy.path {model} has no tokenizer.json "
-            "to count with. Save it with the fast tokenizer of transformers (tokenizer.save_pretrained), or leave the key out."
-        )
-
-
-def _refuse_no_torchvision(config: RunConfig, model: Path) -> None:
-    """Refuse a composite model if vLLM, in this installation, cannot import its class, as also for text alone."""
-    generation = config.generation
-    here = generation.backend == "vllm" and generation.engine_url is None and generation.endpoint is None
-    if here and config.infra.runs_here and is_composite(model) and not find_spec("torchvision"):
-        raise ConfigError(
-            f"policy.path is {model}, a model with towers beside its language model, whose class in vLLM needs torchvision. "
-            "Install the build for your torch (pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or "
-            "set generation.backend to transformers."
-        )
-
-
-def _tokens_of_warm_start(config: RunConfig, policy: WarmStartPolicy) -> Tokens:
-    def read() -> bytes:
-        from roundhouse.policy.warm_start import starting_tokenizer  # imports torch
-
-        tokenizer = starting_tokenizer(policy, demonstrating(config.environment), config.seed)
-        return str(tokenizer.backend_tokenizer.to_str()).encode()
-
-    return tokens_by(read)
-
-
-def _tokens_in(source: Location) -> Tokens:
-    """Return a counter by the tokenizer of a directory; without tokenizer.json it counts 0, and the engine counts later."""
-    if not source.exists("tokenizer.json"):
-        return lambda text: 0
-    return tokens_by(lambda: source.read("tokenizer.json"))
-
-
-def _chosen(config: RunConfig, policy: TemplatedPolicy, own: ChatTemplate) -> ChatTemplate:
-    """Return the template that the run renders with. Report a template that writes today's date."""
-    name = policy.chat_template
-    template = own if name is None else replace(own, source=f"policy.chat_template ({name})", text=template_text(name))
-    if "strftime_now" in template.text and config.generation.template_date is None:
-        logger.warning(
-            "The chat template in %s writes today's date: the prompts of the run change at midnight. Set "
-            "generation.template_date to keep one day.",
-            template.source,
-        )
-    return template
-
-
-_PLAIN = frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-"""Types of models that every section `train` fits on one rank; to see this of another takes seconds."""
-
-
-def _refuse_unfit_layout(config: RunConfig, remote: bool) -> None:
-    """Refuse a model that cannot be packed, that the ranks cannot share, or that transformers does not know."""
-    path = config.policy.model
-    if path is not None and not remote and not Location(path).is_local:
-        return
-    spread = max(config.train.parallelism.values()) > 1
-    if not spread and (path is None or _model_type(path) in (None, *_PLAIN)):
-        return
-    try:
-        shape = shape_of(config)
-        if shape is not None:
-            from roundhouse.training.memory_plan import refuse_unfit_layout
-
-            refuse_unfit_layout(shape, config.train)
-    except (ValueError, ImportError) as error:
-        text = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"policy.path is {path}, which the installed transformers cannot build: {text} Name a model of an architecture "
-            "that it has, or install what it names."
-        ) from error
-
-
-def _model_type(path: str) -> str | None:
-    """Return the type in a model's config.json; None if it cannot be read, which `check_model_directory` reports."""
-    source = model_location(Location(path))
-    if not source.is_local or not (source.local_path / "config.json").is_file():
-        return None
-    try:
-        kind = json.loads((source.local_path / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return kind if isinstance(kind, str) else None
-
-
-def refuse_unfit_memory(config: RunConfig) -> None:
-    """Refuse a policy if its training step does not fit this machine: its first GPU, or a rank's share of free memory.
-
-    On CPUs, skip the plan, which takes seconds, for a policy that is small relative to the memory.
-
-    Raises:
-        ConfigError: with the plan, and the settings that fit.
-    """
-    train, policy = config.train, config.policy
-    if not train.service.is_on_this_machine:
-        return
-    if not config.infra.runs_here or not train.check_memory:
-        return
-    if policy.model is None or not (source := model_location(Location(policy.model))).is_local:
-        return
-    if train.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
-        import torch
-
-        if not torch.cuda.is_available():
-            return
-        memory = torch.cuda.get_device_properties(0).total_memory
-    else:
-        memory = available_memory() // getattr(train.service, "processes", 1)
-        if _BYTES_OF_A_STEP * sum(file.stat().st_size for file in source.local_path.glob("*.safetensors")) < memory:
-            return
-    try:
-        findings = memory_plan(config, f"{memory / 1e9:.2f}GB", None)
-    except ConfigError as error:
-        logger.warning("%s", error)
-        return
-    for finding in findings:
-        if finding.status == "fail":
-            raise ConfigError(
-                f"The training step {finding.detail}. {finding.remedy} Or set train.check_memory to false."
-            )
-
-
-_BYTES_OF_A_STEP = 8
-"""For a byte of weights in bfloat16, before any activation: weights, gradient and two moments in float32."""
-
-
-def refuse_small_memory(config: RunConfig, needed_gib: float) -> None:
-    """Refuse a model that does not fit this machine's memory, if engine and trainer run on it.
-
-    Raises:
-        ConfigError: less memory is free.
-    """
-    if not config.infra.runs_here or config.generation.engine_url is not None:
-        return
-    free = available_memory() / 2**30
-    if free < needed_gib:
-        raise ConfigError(
-            f"policy.name is {getattr(config.policy, 'name', None)}: its run takes about {needed_gib:g} GiB of memory, and "
-            f"{free:.1f} GiB are free. End other programs, or start from a small policy (policy.kind warm_start)."
-        )
+    policy = starting_policy_of(config)
+    found = policy.prompts(tools, system, remote=remote)
+    if policy.memory_gib is not None:
+        refuse_small_memory(config, policy.memory_gib)
+    return found

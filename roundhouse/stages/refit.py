@@ -24,7 +24,6 @@ from roundhouse.activity import ACTIVITY, announce
 from roundhouse.config.engines import engine_traits
 from roundhouse.config.environments import environment_traits, environments_in
 from roundhouse.config.generation import inflight_requests
-from roundhouse.config.models import KubernetesInfra
 from roundhouse.config.operations import evaluation_sampling, with_set
 from roundhouse.config.placement import reservation, served_generation, trainer_makes_room
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError, StoreError
@@ -37,8 +36,10 @@ from roundhouse.generation.deployment import (
 )
 from roundhouse.generation.exchange import refuse_unfit_engine
 from roundhouse.infra.services import state_directory, status
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.rollout.clients import first_question
-from roundhouse.stages.policy import starting_policy, write_untrained
+from roundhouse.stages.policy import starting_policy
+from roundhouse.stages.trainer_home import trainer_holding, trainer_home
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.lease import holder
 from roundhouse.store.run import Run
@@ -66,11 +67,9 @@ def engine_service(run: Run) -> EngineService:
         return ProcessEngine(engine_of_this_process())
     if config.generation.engine_url is not None:
         return ProcessEngine(config.generation.engine_url.rstrip("/"))
-    if isinstance(config.infra, KubernetesInfra) and config.infra.engine is not None:
-        from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-
-        holder = ServedRun(run.run_id, run.uid, run.location.uri)
-        return RayServiceServed(config.infra, config.infra.engine, holder)
+    if config.infra.has_engine:
+        opened: EngineService = plugins.factory("infrastructure", config.infra.kind)(run)
+        return opened
     services = status(state_directory(config))
     return RayServeEngine(
         ServeEndpoint(services.ray_dashboard_url, services.serve_url, services.ray_token), reservation(config)
@@ -93,7 +92,7 @@ def engine_files(run: Run) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent))
         if start is None:
-            write_untrained(run, staging)
+            starting_policy_of(run.config).write_untrained(run, staging)
         else:
             for name, entry in read_manifest(start).model_files.by_name().items():
                 if "/" not in name and not name.endswith(".safetensors"):
@@ -109,8 +108,7 @@ def engine_files(run: Run) -> Path:
 def engine_model(run: Run) -> str | None:
     """The policy's config and tokenizer as the engine finds them: a directory next to the flow or, for an engine with a disk of
     its own, the URI of version 0; None while that is not committed."""
-    infra = run.config.infra
-    if not isinstance(infra, KubernetesInfra) or (infra.engine is None and not run.config.store.startswith("s3://")):
+    if not run.config.infra.loads_from(run.config.store):
         return str(engine_files(run))
     start = run.checkpoint(0).reference()
     return None if start is None else start.uri
@@ -250,13 +248,11 @@ def _lent_trainer(run: Run, checkpoint: Reference, transport: WeightTransport) -
     if not transport.asks_trainer:
         yield None
         return
-    from roundhouse.stages.train import trainer_holding, write_state  # which imports this module
-
     try:
         with trainer_holding(run, checkpoint) as trainer:
             yield trainer
     finally:
-        write_state()
+        trainer_home(run).write_state()
 
 
 def place_near_engine(run: Run, checkpoint: Reference) -> str | None:
@@ -340,16 +336,13 @@ def awake_at_end(run: Run) -> Iterator[None]:
 def release_engine(run: Run, *, next_pod_resumes: bool = False) -> None:
     """Release the engine's replicas at the end of a run, or of its process (`EngineService.release`). Log a failure."""
     infra = run.config.infra
-    if not isinstance(infra, KubernetesInfra) or infra.engine is None:
+    if not infra.has_engine:
         return
     try:
         engine_service(run).release(next_pod_resumes=next_pod_resumes)
     except RoundhouseError as error:
         logger.warning(
-            "The engine is not released, and its replicas hold their GPUs: %s To release them: kubectl -n %s delete rayservice "
-            "…, or start and end another run on it.",
-            error,
-            infra.namespace,
+            "The engine is not released, and its replicas hold their GPUs: %s %s", error, infra.release_remedy
         )
 
 

@@ -195,7 +195,8 @@ def sink_class(name: str) -> Any:
     sink: Any = load_class(name, object, "tracking.sinks") if ":" in name else plugins.factory("sink", name)
     package = getattr(sink, "package", None)
     if package is not None and importlib.util.find_spec(package) is None:
-        install = f"roundhouse[{name}]" if f"sink.{name}" in plugins.BUILT_IN else package
+        extra = "" if ":" in name else plugins.find("sink", name).extra
+        install = f"roundhouse[{extra}]" if extra else package
         raise ConfigError(
             f"tracking.sinks names {name!r}, which needs the package {package}. Install it: pip install '{install}'. Or leave "
             "the sink out."

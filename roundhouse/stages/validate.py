@@ -25,7 +25,11 @@ from roundhouse.config.models import RunConfig, ValidationConfig
 from roundhouse.errors import ConfigError, DataError, StoreError, TooFewSequences
 from roundhouse.generation.chat import PROMPT_ENDING, calls_of_reply
 from roundhouse.generation.control_tokens import ControlTokens
-from roundhouse.generation.tool_calls import TOOL_CALL_START, parse_hermes
+from roundhouse.generation.tool_calls import TOOL_CALL_START, ToolParser, parse_hermes
+from roundhouse.generation.tool_formats import OWN_PARSERS, parse_harmony, parser_of_template
+from roundhouse.images import ImageReader
+from roundhouse.policy.model_directory import template_in
+from roundhouse.pretrained import text_part
 from roundhouse.rollout.responses import assistant_items
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import Run
@@ -114,7 +118,17 @@ def text_proof(run: Run) -> DecodedText | None:
     files = engine_files(run)
     if not (files / "tokenizer.json").is_file():
         return None
-    return DecodedText(files, hermes=config.generation.tool_call_parser == "hermes")
+    return DecodedText(files, own_parser(config, files))
+
+
+def own_parser(config: RunConfig, files: Path) -> ToolParser | None:
+    """Return the parser of the policy's tool calls; None if it is one of vLLM's, which only the engine can use.
+
+    Args:
+        files: the policy's directory, with its chat template.
+    """
+    name = config.generation.tool_call_parser
+    return OWN_PARSERS.get(parser_of_template(template_in(files).text) if name == "auto" else name)
 
 
 def decoder(run: Run) -> Decode | None:
@@ -129,6 +143,11 @@ def decoder(run: Run) -> Decode | None:
         return Tokenizer.from_file(str(engine_files(run) / "tokenizer.json"))
 
     return lambda ids: tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def image_reader(run: Run) -> ImageReader | None:
+    """Return the reader of the policy's images; None if it is trained on text."""
+    return ImageReader.of(engine_files(run)) if run.config.generation.images else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +263,7 @@ def _validated(
         recorded=recorded_counts(*tables),
         text=text_proof(run),
         decode=decoder(run),
+        images=image_reader(run),
     )
     attempt.write_table("sequences", result.sequences)
     attempt.write_table("quarantine", result.quarantine)
@@ -331,14 +351,13 @@ class DecodedText:
     Only `tokenizers` reads the files: validation needs neither torch nor transformers.
 
     Args:
-        hermes: tool calls use the Hermes format, the only format that can be read here. Otherwise, rollouts with tool
-            calls are not judged.
+        parse: reads tool calls. None if only the engine can: then rollouts with tool calls are not judged.
 
     Raises:
         ConfigError: the directory does not contain a tokenizer.json.
     """
 
-    def __init__(self, directory: Path, *, hermes: bool = True) -> None:
+    def __init__(self, directory: Path, parse: ToolParser | None = parse_hermes) -> None:
         from tokenizers import Tokenizer
 
         file = directory / "tokenizer.json"
@@ -366,7 +385,7 @@ class DecodedText:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._hermes = hermes
+        self._parse = parse
 
     def prove(self, rollout: Rollout) -> bool:
         """See `TextProof`.
@@ -378,8 +397,9 @@ class DecodedText:
         recorded = list(_said_in(rollout.items[1 if isinstance(initial, str) else len(initial) :]))
         # If no call is on record, none was offered or none was parsed: the text is unchanged.
         called = any(kind == "call" for kind, _ in recorded)
-        if called and not self._hermes:
+        if self._parse is None and called:
             return False
+        whole = self._parse is parse_harmony  # see `ChatCodec.message`
         place = 0
         for turn in rollout.turns:
             ids = turn.generation_token_ids
@@ -388,12 +408,12 @@ class DecodedText:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             message: dict[str, Any] = {"content": text}
             calls: list[dict[str, Any]] = []
-            if called and TOOL_CALL_START in text:
+            if self._parse is not None and (whole or (called and TOOL_CALL_START in text)):
                 ending = self._tokenizer.decode(turn.prompt_token_ids[-PROMPT_ENDING:], skip_special_tokens=False)
-                message["content"], calls = calls_of_reply(text, ending, turn.finish_reason, [], parse_hermes)
+                message["content"], calls = calls_of_reply(text, ending, turn.finish_reason, [], self._parse)
             if calls:
                 message["tool_calls"] = calls
-            elif not self._special.isdisjoint(ids):
+            elif not whole and not self._special.isdisjoint(ids):
                 message["content"] = self._tokenizer.decode(ids, skip_special_tokens=True)
             for utterance in list(_said_in(assistant_items(message, ""))):
                 record = recorded[place] if place < len(recorded) else None
@@ -527,6 +547,6 @@ def vocabulary_size(run: Run) -> int:
     """
     location = model_location(run.checkpoint(0).location)
     try:
-        return int(json.loads(location.read("config.json"))["vocab_size"])
+        return int(text_part(json.loads(location.read("config.json")))["vocab_size"])
     except (KeyError, ValueError) as error:
         raise StoreError(f"{location.uri}/config.json has no vocab_size: {error}") from error

@@ -1,8 +1,7 @@
-"""Sinks of a run's metrics: JSON lines, TensorBoard, Weights & Biases, trackio, and classes of the user's.
+"""Sinks of a run's metrics: JSON lines, those of plug-ins, and classes of the user.
 
 Invariant: a sink gets each iteration once, also if the run is resumed; a sink that raises costs a warning, and never the run.
 
-    roundhouse.plugins.built_in            the names and their classes
     <infra.state>/metrics/                 files of the sinks
     <infra.state>/metrics/<run uid>.wandb  number of the newest iteration that the sink `wandb` has
 """
@@ -75,80 +74,6 @@ class RememberingSink(ABC):
     @abstractmethod
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an iteration that the sink lacks."""
-
-
-class TensorBoardSink(RememberingSink):
-    """Event files in `<infra.state>/metrics/tensorboard/<run_id>`: `tensorboard --logdir .roundhouse/metrics/tensorboard`."""
-
-    package = "tensorboard"
-
-    def __init__(self, run: Run) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        super().__init__(run)
-        directory = metrics_directory(run) / "tensorboard" / run.run_id
-        self._writer = SummaryWriter(str(directory), purge_step=self.next)  # hides a half-written iteration
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink(RememberingSink):
-    """A run of Weights & Biases in the project `tracking.experiment`, under the run's uid and name.
-
-    WANDB_MODE=offline writes to `<infra.state>/metrics/wandb` alone; `wandb sync` uploads it.
-    """
-
-    package = "wandb"
-
-    def __init__(self, run: Run) -> None:
-        import wandb
-
-        super().__init__(run)
-        self._run = wandb.init(
-            project=run.config.tracking.experiment,
-            id=run.uid,
-            name=run.run_id,
-            resume="allow",
-            dir=str(metrics_directory(run)),
-            config=run.config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True),
-        )
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        if iteration >= self._run.step:  # the server's count; offline it is 0
-            self._run.log(dict(metrics), step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink(RememberingSink):
-    """A run of trackio in the project `tracking.experiment`: `trackio show`. TRACKIO_DIR is the directory of its database."""
-
-    package = "trackio"
-
-    def __init__(self, run: Run) -> None:
-        import trackio
-
-        super().__init__(run)
-        self._run = trackio.init(
-            project=run.config.tracking.experiment,
-            name=run.run_id,
-            resume="allow",
-            config=run.config.model_dump(mode="json"),
-        )
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class Sinks:

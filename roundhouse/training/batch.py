@@ -44,6 +44,7 @@ OPTIONAL = pa.schema(
         ("rollout_generated_tokens", pa.int32()),
         ("branched_from", pa.string()),
         ("turn_rewards", pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())]))),
+        ("images", pa.list_(pa.struct([("sha256", pa.string()), ("data", pa.binary())]))),
     ]
 )
 """Optional columns of training: datasets without them, or with nulls in them, stay readable."""
@@ -78,6 +79,8 @@ class TrainingSequences:
     """[S]: for a branch, the ID of the source rollout that its group is compared with, if it is among these."""
     turn_rewards: list[list[tuple[int, float]]]
     """[S]: rewards of single turns, in order: the turn's end position in the sequence, and its part."""
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """[S]: image files of the sequence's runs of placeholders; empty if no sequence has any."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -121,6 +124,7 @@ class TrainingSequences:
             },
             branched_from=[self.branched_from[place] for place in places],
             turn_rewards=[self.turn_rewards[place] for place in places],
+            images=tuple(self.images[place] for place in places) if self.images else (),
         )
 
     @classmethod
@@ -156,6 +160,7 @@ class TrainingSequences:
             reward_components=_reward_components(table),
             branched_from=_branched_from(table),
             turn_rewards=_turn_rewards(table),
+            images=_images(table),
         )
         sequences._check(mask)
         return sequences
@@ -234,6 +239,11 @@ def _turn_rewards(table: pa.Table) -> list[list[tuple[int, float]]]:
     name = "turn_rewards"
     rows = table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
     return [[(part["end"], part["reward"]) for part in row or ()] for row in rows]
+
+
+def _images(table: pa.Table) -> tuple[tuple[bytes, ...], ...]:
+    rows = table.column("images").to_pylist() if "images" in table.column_names else []
+    return tuple(tuple(image["data"] for image in row or ()) for row in rows) if any(rows) else ()
 
 
 def _reward_components(table: pa.Table) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -50,12 +50,13 @@ with lean_transformers():
     )
     from transformers.modeling_utils import LoadStateDictConfig
 
+from roundhouse.training.expert_adapters import expert_adapters
 from roundhouse.training.language_model import freeze_towers, is_composite, parameter_names
 from roundhouse.training.layers import merged, put_value_head, under_adapter
-from roundhouse.training.packed_attention import PACKED, check_packable, register_packed_attention
+from roundhouse.training.packed_attention import PACKED, check_packable, register_packed_attention, why_not_packed
 from roundhouse.training.parallel import Ranks, sent_row
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, freed_at_once, save_tensors
-from roundhouse.weight_sync.gloo import Described
+from roundhouse.weight_sync.sending import Described
 from roundhouse.weight_sync.tensor_files import TorchDigest, digest_of_tensors, weight_files
 
 STATE_FILE = "state.json"
@@ -92,7 +93,7 @@ class Cursor(BaseModel):
 def load_model(
     directory: Path,
     *,
-    packed: bool,
+    packed: Literal["auto"] | bool,
     device: torch.device,
     prepare: Callable[[PreTrainedModel], None] = lambda model: None,
     ranks: Ranks | None = None,
@@ -101,6 +102,7 @@ def load_model(
     """Load a causal language model in float32, unless `prepare` changes that, and in eval mode.
 
     Args:
+        packed: for rows of packed sequences; auto: if they do not mix in its layers.
         values: with a new value head in the place of the output layer.
         prepare: attaches adapters and spreads the model over the ranks. Receives the model in eval mode.
 
@@ -115,7 +117,7 @@ def load_model(
         with without_progress_bars():
             model = _without_numbers(directory, packed, values)
             freeze_towers(model, directory)
-            if packed:
+            if packed is True:
                 check_packable(model)
             if ranks is None or ranks.size == 1 or _keeps_rows(model, ranks):
                 prepare(model)
@@ -140,8 +142,10 @@ def load_model(
     return model
 
 
-def _without_numbers(directory: Path, packed: bool, values: bool) -> PreTrainedModel:
+def _without_numbers(directory: Path, packed: Literal["auto"] | bool, values: bool) -> PreTrainedModel:
     config = load_pretrained(AutoConfig, directory)
+    if packed == "auto":
+        packed = why_not_packed(config) is None
     if values:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     attention = {"attn_implementation": PACKED} if packed else {}  # else transformers' own for the model
@@ -338,7 +342,7 @@ def published_weights(model: PreTrainedModel, ranks: Ranks) -> SavedTensors:
 def _rows(model: PreTrainedModel, name: str) -> SavedTensors:
     """Return the tensors that each row (expert) of a fused parameter comes from; empty for a single tensor."""
     parameter: Any = dict(model.named_parameters()).get(name)
-    if parameter is None:
+    if parameter is None or name in expert_adapters(model):  # its rows are not the published ones
         return {}
 
     def saved(row: int, part: str, described: torch.Tensor) -> SavedTensor:

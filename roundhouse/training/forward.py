@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from roundhouse.errors import ConfigError
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.images import FAMILIES, ImageReader
 from roundhouse.training.context_parallel import Context
 from roundhouse.training.language_model import hidden_states
 from roundhouse.training.packed_attention import PACKED
@@ -71,6 +72,8 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model, self.temperature, self.logits_chunk = model, temperature, logits_chunk
         self.context = context
+        self.images: ImageReader | None = None
+        """Reads the images of sequences; None refuses them."""
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.sharded = sharded
 
@@ -124,15 +127,29 @@ class Scorer(torch.nn.Module):
 
     def _hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """[M, D] states at the predicting positions, after the last norm."""
-        hidden: torch.Tensor = hidden_states(self.model)(**self._inputs(microbatch)).last_hidden_state
+        whole = self.model.base_model if microbatch.images else hidden_states(self.model)
+        hidden: torch.Tensor = whole(**self._inputs(microbatch)).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, microbatch.predict)
 
     def _inputs(self, microbatch: Microbatch) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
         inputs |= {"use_cache": False}
         if microbatch.spans is None:
-            return inputs | {"attention_mask": microbatch.attention_mask}
+            return inputs | {"attention_mask": microbatch.attention_mask} | self._pixels(microbatch)
         return inputs | {"spans": microbatch.spans, "context": self.context}
+
+    def _pixels(self, microbatch: Microbatch) -> dict[str, Any]:
+        """Return what the whole model needs for images beside tokens; it computes their positions itself."""
+        if not microbatch.images:
+            return {}
+        if self.images is None:
+            raise DataError(
+                "The sequences have images, and the policy is trained on text. Set generation.images to true, with a model "
+                f"of type {' or '.join(FAMILIES)}."
+            )
+        ids = microbatch.input_ids
+        pixels = {name: values.to(ids.device) for name, values in self.images.pixels(microbatch.images).items()}
+        return {"position_ids": None, "mm_token_type_ids": (ids == self.images.token_id).int(), **pixels}
 
     def _autocast(self, microbatch: Microbatch) -> torch.autocast:
         low = self.dtype == torch.bfloat16 and not self.sharded

@@ -36,6 +36,13 @@ from safetensors import SafetensorError
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.imports import lean_transformers
+from roundhouse.training.expert_adapters import (
+    ExpertAdapter,
+    adapt_experts,
+    adapted_experts,
+    expert_adapters,
+    fused_matrices,
+)
 from roundhouse.training.language_model import file_name, frozen_modules, frozen_towers, language_model
 from roundhouse.training.parallel import Ranks, gathered, sharded_like
 from roundhouse.training.saved_tensors import SavedTensor, SavedTensors, save_tensors, saved_tensors
@@ -180,7 +187,7 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
         directory: source of the model, for messages.
 
     Raises:
-        ConfigError: a target matches nothing, the output layer, or fused experts.
+        ConfigError: a target matches nothing, or the output layer.
         DataError: the state lacks an adapter, or has an adapter that contradicts the configuration.
     """
     has_adapter = trainer_state is not None and (trainer_state / ADAPTER_CONFIG).is_file()
@@ -202,14 +209,18 @@ def attach(model: PreTrainedModel, config: LoraConfig | None, trainer_state: Pat
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block the model computes like the frozen one."""
-    adapted = list(_adapted(model).values())
+    adapted, experts = _adapted(model).values(), expert_adapters(model).values()
     try:
         for layer in adapted:
             layer._disable_adapters = True  # its own method also takes requires_grad away, which FSDP2 reads once
+        for adapter in experts:
+            adapter.is_disabled = True
         yield
     finally:
         for layer in adapted:
             layer._disable_adapters = False
+        for adapter in experts:
+            adapter.is_disabled = False
 
 
 def hold_in_bfloat16(model: PreTrainedModel, *, sharded: bool) -> None:
@@ -250,7 +261,17 @@ def merged(model: PreTrainedModel) -> SavedTensors:
             weights[f"{owner}.{leaf}"] = _merged_weight(state[name], adapted[owner])
         else:
             weights[f"{owner}.{leaf}"] = SavedTensor.of(state[name])
+    for name, adapter in expert_adapters(model).items():
+        weights[name] = _merged_experts(state[name], adapter)
     return weights
+
+
+def _merged_experts(frozen: torch.Tensor, adapter: ExpertAdapter) -> SavedTensor:
+    def whole(ranks: Ranks, owner: int) -> torch.Tensor | None:
+        with torch.no_grad():
+            return adapter(frozen) if ranks.rank == owner else None
+
+    return SavedTensor.by_whole(frozen.shape, adapter.A.dtype, whole)
 
 
 def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
@@ -266,15 +287,18 @@ def _merged_weight(frozen: torch.Tensor, layer: Any) -> SavedTensor:
 
 def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
     """Write adapter and frozen matrices to the trainer's state. All ranks must call it."""
-    if not _adapted(model):
+    if not _has_adapter(model):
         return
     frozen: SavedTensors = {}
+    experts = expert_adapters(model)
     trained: SavedTensors = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             trained[_PREFIX + name.replace(f".{_NAME}.", ".")] = SavedTensor.of(parameter)
         elif name.endswith(".base_layer.weight"):
             frozen[name.replace(".base_layer.", ".")] = SavedTensor.of(parameter)
+        elif name in experts:
+            frozen[name] = SavedTensor.of(parameter)
     save_tensors(trained, state, ADAPTER, ranks, weights=False)
     save_tensors(frozen, state, BASE, ranks, weights=False)
     if ranks.leads:
@@ -286,13 +310,16 @@ def save_adapter(model: PreTrainedModel, state: Path, ranks: Ranks) -> None:
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftLora
     from peft import inject_adapter_in_model
-    from peft.tuners.lora.layer import ParamWrapper
 
+    targets = list(config.target_modules)
+    if fused_matrices(model):  # whole names, which peft does not turn into those of experts
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        targets = [name for name in linear if name.rpartition(".")[2] in config.target_modules]
     settings: Any = PeftLora(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides by it, whatever it says
         lora_dropout=0.0,
-        target_modules=list(config.target_modules),
+        target_modules=targets,
         exclude_modules=_inside_towers(model),
         bias="none",
         task_type="CAUSAL_LM",
@@ -301,18 +328,15 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     try:
         with torch.random.fork_rng(), _stand_ins(model):
             torch.manual_seed(0)
-            inject_adapter_in_model(settings, model, adapter_name=_NAME)
+            if targets or not adapted_experts(model, config.target_modules):
+                inject_adapter_in_model(settings, model, adapter_name=_NAME)  # freezes all else
+            adapt_experts(model, config)
     except ValueError as error:
         raise ConfigError(
             f"train.lora.target_modules {list(config.target_modules)} do not fit {type(model).__name__}: {error}"
         ) from error
     if "lora" in type(model.get_output_embeddings()).__module__:
         raise ConfigError("train.lora.target_modules names the output layer, which cannot be adapted. Remove it.")
-    if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        raise ConfigError(
-            f"train.lora.target_modules {list(config.target_modules)} name matrices that {type(model).__name__} fuses over "
-            "its experts; these cannot be adapted. Name matrices of attention, such as [q_proj, k_proj, v_proj, o_proj]."
-        )
     model.peft_config = {_NAME: settings}
     model.eval()
 
@@ -358,24 +382,29 @@ def _adapted(model: PreTrainedModel) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
+def _has_adapter(model: PreTrainedModel) -> bool:
+    return bool(_adapted(model) or expert_adapters(model))
+
+
 def restore_adapter(model: PreTrainedModel, state: Path) -> None:
     """Load the adapters of `save_adapter` in place of fresh ones, each rank its rows; do nothing without adapters.
 
     Raises:
         DataError: the files are damaged or have other shapes.
     """
-    if not _adapted(model):
+    if not _has_adapter(model):
         return
     try:
         trained, frozen = (dict(saved_tensors(state, stem)) for stem in (ADAPTER, BASE))
     except (OSError, SafetensorError) as error:
         raise DataError(f"The adapter in {state} cannot be read: {error}. Resume from an older checkpoint.") from error
+    experts = expert_adapters(model)
     saved = {name.removeprefix(_PREFIX): value for name, value in trained.items()}
     saved |= {under_adapter(name, _adapted(model)): value for name, value in frozen.items()}
     parameters = {
         name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
-        if ".lora_" in name or name.endswith(".base_layer.weight")
+        if ".lora_" in name or name.endswith(".base_layer.weight") or name in experts
     }
     for name in sorted(saved.keys() | parameters.keys()):
         ours, theirs = parameters.get(name), saved.get(name)

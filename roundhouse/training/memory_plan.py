@@ -45,6 +45,7 @@ from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
 from roundhouse.pretrained import build_model
 from roundhouse.training.context_parallel import Context, refuse_unfit_heads
+from roundhouse.training.expert_adapters import EXPERTS_OF_ONE, adapted_experts
 from roundhouse.training.forward import Scorer
 from roundhouse.training.language_model import frozen_towers, language_model
 from roundhouse.training.layers import (
@@ -56,7 +57,13 @@ from roundhouse.training.layers import (
     used_in_bfloat16,
 )
 from roundhouse.training.optimizer import BLOCK, in_blocks
-from roundhouse.training.packed_attention import PACKED, check_packable, register_packed_attention, try_packed_pass
+from roundhouse.training.packed_attention import (
+    PACKED,
+    check_packable,
+    register_packed_attention,
+    try_packed_pass,
+    why_not_packed,
+)
 from roundhouse.training.packing import Microbatch, Span
 from roundhouse.training.parallel import refuse_uneven
 from roundhouse.training.tensor_parallel import (
@@ -148,6 +155,8 @@ def plan_memory(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens:
     context, tensor, replicas, experts = train.parallelism.values()
     refuse_uneven(ranks, context, tensor, replicas, experts)
     refuse_unfit_layout(model, train)
+    if train.packing == "auto":
+        train = train.model_copy(update={"packing": why_not_packed(model) is None})
     built = _fake_model(model if tensor == 1 else _split(model, tensor), train, sharded=ranks > 1)
     over = ranks // (tensor * replicas)  # ranks that share a rank's part of the model
     towers = frozen_towers(built.model)
@@ -246,8 +255,9 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
             transformers lacks a plan that splits it.
     """
     context, tensor, _, experts = train.parallelism.values()
-    without_bytes = _without_bytes(model, packed=train.packing)
-    if train.packing:
+    packs = train.packing if context == 1 else bool(train.packing)  # context parallelism needs packed rows
+    without_bytes = _without_bytes(model, packed=packs is True)
+    if packs is True:
         check_packable(without_bytes)
         try_packed_pass(without_bytes)
     if tensor > 1:
@@ -257,6 +267,9 @@ def refuse_unfit_layout(model: PreTrainedConfig, train: TrainConfig) -> None:
         refuse_unfit_heads(model, context, tensor)
     if experts > 1:
         refuse_unfit_experts(without_bytes, experts)
+    names = () if train.lora is None else train.lora.target_modules
+    if getattr(train.service, "processes", 1) > 1 and adapted_experts(without_bytes, names):
+        raise ConfigError(EXPERTS_OF_ONE)
 
 
 def _leave_experts_of_one(model: PreTrainedModel, ranks: int) -> None:

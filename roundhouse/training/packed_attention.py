@@ -16,6 +16,7 @@ after them. A sliding window shorter than a sequence takes such a mask, too. Cap
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +27,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from roundhouse.errors import ConfigError
 from roundhouse.imports import lean_transformers
+from roundhouse.pretrained import build_model
 from roundhouse.training.context_parallel import Context
 from roundhouse.training.packing import Span
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 with lean_transformers():
     from transformers import AttentionInterface
@@ -255,6 +257,19 @@ def try_packed_pass(model: PreTrainedModel) -> None:
             f"{type(model).__name__} calls the packed attention {calls.count} times in {layers} layers: in the others packed "
             "sequences would mix. Set train.packing to false."
         )
+
+
+def why_not_packed(config: PreTrainedConfig) -> str | None:
+    """Return the reason why sequences of a model cannot be packed; None if they can."""
+    register_packed_attention()
+    with torch.device("meta"):
+        model: PreTrainedModel = build_model(copy.deepcopy(config), attn_implementation=PACKED)
+    try:
+        check_packable(model)
+        try_packed_pass(model)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 class _Calls:

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from roundhouse.errors import ConfigError
 from roundhouse.training.language_model import frozen_towers
 
 
@@ -171,6 +172,11 @@ class FlatTokens(Protocol):
         """[T] int32."""
         ...
 
+    @property
+    def images(self) -> Sequence[Sequence[bytes]] | None:
+        """[S] image files of the sequences; empty or None without any."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -217,6 +223,8 @@ class Microbatch:
     """[M] positions of the trained tokens in the token arrays of the sequences."""
     real_tokens: int
     """Positions that are not padding; 0 when the microbatch is idle and predicts nothing."""
+    images: tuple[bytes, ...] = ()
+    """Image files of the rows, in order."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device."""
@@ -277,7 +285,12 @@ def build_microbatches(
         budget: positions of one microbatch, padding included; a longer sequence gets a separate microbatch.
         packed: rows with block-diagonal attention, else rectangles of sequences of similar length.
         dealer: selects one rank's; all ranks get equally many, some of them perhaps idle.
+
+    Raises:
+        ConfigError: packed rows of sequences with images.
     """
+    if packed and sequences.images:
+        raise ConfigError("Sequences with images cannot share a row. Set train.packing to false.")
     bounds = [slice(sequences.offsets[index], sequences.offsets[index + 1]) for index in indices]
     needed = np.array([np.flatnonzero(trained[tokens])[-1] for tokens in bounds], dtype=np.int64)
     if not packed:
@@ -453,6 +466,7 @@ def _padded(sequences: FlatTokens, members: list[int], needed: np.ndarray, train
         targets=_long(sequences.token_ids[source]),
         source=source,
         real_tokens=int(needed.sum()),
+        images=tuple(image for member in members for image in (sequences.images or {member: ()})[member]),
     )
 
 

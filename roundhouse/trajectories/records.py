@@ -121,6 +121,8 @@ class Turn:
     reward: float | None = None
     """The environment's reward for this turn, part of the rollout's reward. None: not judged yet; the rest of the
     rollout's reward belongs to its last turns."""
+    images: list[str] | None = None
+    """Names of the images that the prompt adds to the parent's (`roundhouse.images`), in order."""
 
 
 @dataclass(slots=True)

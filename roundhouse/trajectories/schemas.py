@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from roundhouse import images
 from roundhouse.errors import DataError
 from roundhouse.health.policy import code_of
 from roundhouse.trajectories.records import FailureKind, Refusal, Rollout, Status, Turn
@@ -66,6 +67,8 @@ ROLLOUTS = pa.schema(
         ("environment_seconds", pa.float64()),
         # for a branch, the rollout that supplied its first turns; generated_tokens then counts the new turns
         pa.field("branched_from", pa.string(), metadata={"added_later": "branches"}),
+        # files of the images that task and messages name; null without any
+        pa.field("images", pa.map_(pa.string(), pa.binary()), metadata={"added_later": "images"}),
     ]
 )
 """One row a rollout."""
@@ -92,6 +95,8 @@ TURNS = pa.schema(
         ),
         # null if the environment gave no reward for this turn
         pa.field("reward", pa.float64(), metadata={"added_later": "rewards of turns"}),
+        # names of the images that the prompt adds; null without any
+        pa.field("images", pa.list_(pa.string()), metadata={"added_later": "images"}),
     ]
 )
 """One row a model call."""
@@ -117,6 +122,12 @@ SEQUENCES = pa.schema(
             "turn_rewards",
             pa.list_(pa.struct([("end", pa.int32()), ("reward", pa.float64())])),
             metadata={"added_later": "rewards of turns"},
+        ),
+        # the images of its runs of placeholders, in order; null without any
+        pa.field(
+            "images",
+            pa.list_(pa.struct([("sha256", pa.string()), ("data", pa.binary())])),
+            metadata={"added_later": "images"},
         ),
     ]
 )
@@ -214,12 +225,13 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
         by_rollout.setdefault(row.pop("rollout_id"), []).append(Turn(**row))
     records = []
     for row in rollouts.to_pylist():
+        files = dict(row.get("images") or ())
         own = sorted(by_rollout.get(row["rollout_id"], []), key=lambda turn: turn.turn)
         records.append(
             Rollout(
                 group_id=row["group_id"],
                 sample=row["sample"],
-                task=json.loads(row["task"]),
+                task=json.loads(images.whole(row["task"], files)),
                 environment=row["environment"],
                 status=Status(row["status"]),
                 attempt=row["attempt"],
@@ -227,7 +239,7 @@ def rollouts_from_tables(rollouts: pa.Table, turns: pa.Table) -> list[Rollout]:
                 reward=row["reward"],
                 reward_components=dict(row["reward_components"]),
                 metrics=dict(row["metrics"]),
-                items=json.loads(row["messages"]),
+                items=json.loads(images.whole(row["messages"], files)),
                 turns=own,
                 finish_reason=row["finish_reason"],
                 failure_kind=FailureKind(row["failure_kind"]) if row["failure_kind"] else None,
@@ -271,6 +283,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         )
     total = sum(len(turn.prompt_token_ids) + len(turn.generation_token_ids) for turn in rollout.turns)
     texts = {name: storable_text(getattr(rollout, name)) for name in _TEXTS}
+    (task, shown), (messages, sent) = map(images.by_name, (json_text(rollout.task), json_text(rollout.items)))
     return texts | {
         "sample": rollout.sample,
         "status": rollout.status.value,
@@ -279,8 +292,8 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "reward_components": _named_numbers(rollout.reward_components),
         "metrics": _named_numbers(rollout.metrics),
-        "task": json_text(rollout.task),
-        "messages": json_text(rollout.items),
+        "task": task,
+        "messages": messages,
         "failure_kind": rollout.failure_kind.value if rollout.failure_kind else None,
         "policy_version_first": min((turn.policy_version for turn in rollout.turns), default=None),
         "policy_version_last": max(
@@ -294,6 +307,7 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "generation_seconds": rollout.generation_seconds,
         "environment_seconds": rollout.environment_seconds,
         "branched_from": rollout.branched_from,
+        "images": list((shown | sent).items()) or None,
     }
 
 
@@ -375,7 +389,9 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
     rows = []
     for rollout, chains in accepted:
         generated = sum(len(turn.generation_token_ids) for turn in rollout.turns)
+        files = image_files(rollout)
         for index, chain in enumerate(chains):
+            names = [name for turn in chain for name in turn.images or ()]
             spans = _append(chain, tokens, mask, log_probs)
             offsets.append(len(tokens))
             rows.append(
@@ -391,6 +407,7 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
                     "rollout_generated_tokens": generated,
                     "branched_from": rollout.branched_from,
                     "turn_rewards": _turn_rewards(chain),
+                    "images": [{"sha256": name, "data": files[name]} for name in names] or None,
                 }
             )
     flat = {
@@ -405,6 +422,13 @@ def sequences_table(accepted: Iterable[tuple[Rollout, list[Chain]]]) -> pa.Table
         for name in SEQUENCES.names
     ]
     return pa.Table.from_arrays(columns, schema=SEQUENCES)
+
+
+def image_files(rollout: Rollout) -> dict[str, bytes]:
+    """Return the files of the images that the rollout's turns name and its conversation has."""
+    if not any(turn.images for turn in rollout.turns):
+        return {}
+    return images.by_name(json_text(rollout.items))[1]
 
 
 def _turn_rewards(chain: Chain) -> list[dict[str, float]]:

@@ -38,8 +38,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.config.models import ValidationConfig
+from roundhouse.images import BadImage, ImageReader
 from roundhouse.trajectories.records import Ledger, Refusal, Rollout, Status, Turn
-from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, misaligned, sequences_table
+from roundhouse.trajectories.schemas import QUARANTINE, Chain, chains_of, image_files, misaligned, sequences_table
 from roundhouse.trajectories.storable import storable_text
 from roundhouse.trajectories.token_breaks import Decode, TokenBreak, token_breaks
 
@@ -80,6 +81,7 @@ def validate(
     recorded: Mapping[str, Recorded] | None = None,
     text: TextProof | None = None,
     decode: Decode | None = None,
+    images: ImageReader | None = None,
 ) -> Validated:
     """Turn rollouts into training sequences and a quarantine.
 
@@ -92,6 +94,7 @@ def validate(
         recorded: recorded turn counts of each rollout of the `rollouts` dataset; turns of missing ones are not counted.
         text: without it, messages are not compared with tokens.
         decode: tokens to text, for the report of a break; called only for a break.
+        images: reader of the policy's images; None of a policy that sees none.
     """
     if terms is None:
         terms = CollectionLimits(vocabulary_size, policy_version)
@@ -102,6 +105,7 @@ def validate(
             prove_failure(rollout)
             if rollout.status.rewarded:
                 _prove(rollout, terms, (recorded or {}).get(rollout.rollout_id))
+                prove_images(rollout, images)
                 chains = batch.chains_of(rollout, config.on_break, decode)
                 if text is not None:
                     batch.text_proved += text.prove(rollout)
@@ -396,6 +400,32 @@ def prove_prompts(turns: Sequence[Turn]) -> None:
         running.update(_as_int32(turn.generation_token_ids, index))
         hashes.append(running)
         ends.append(length + len(turn.generation_token_ids))
+
+
+def prove_images(rollout: Rollout, reader: ImageReader | None) -> None:
+    """Each image has one run of placeholders, as long as the image needs, and its file is recorded.
+
+    Raises:
+        Refusal: `images`.
+    """
+    files = image_files(rollout)
+    for turn in rollout.turns:
+        names = turn.images or []
+        if missing := next((name for name in names if name not in files), None):
+            raise Refusal("images", f"the image {missing} of the prompt is not recorded", turn.turn)
+        if reader is None:
+            if names:
+                raise Refusal("images", f"{len(names)} images, and the policy sees none", turn.turn)
+            continue
+        try:
+            misfit = reader.misfit(turn.prompt_token_ids, [files[name] for name in names])
+        except BadImage as error:
+            raise Refusal("images", str(error), turn.turn) from error
+        if misfit:
+            raise Refusal("images", misfit, turn.turn)
+        # Only the last token of a reply may be one: it stops the reply, and nothing is computed from it
+        if any(turn.turn == other.parent for other in rollout.turns) and reader.runs(turn.generation_token_ids):
+            raise Refusal("images", "a reply holds a placeholder without an image", turn.turn)
 
 
 def prove_turn(turn: Turn, terms: CollectionLimits) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from roundhouse.compat.nexrl import BaseDataLoader, BaseEvaluationTarget, EvaluationRunResult, Evaluator
+from roundhouse.plugins.nexrl import BaseDataLoader, BaseEvaluationTarget, EvaluationRunResult, Evaluator
 
 
 class Questions(BaseDataLoader):

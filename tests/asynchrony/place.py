@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import yaml
 
-from roundhouse.config.environments import CalculatorEnvironment
+from roundhouse.config.included_environments import CalculatorEnvironment
 from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load
 from roundhouse.infra import services

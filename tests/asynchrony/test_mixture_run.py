@@ -21,8 +21,8 @@ from roundhouse.store.run import Run
 from roundhouse.store.stage import StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import SECONDS, Place
-from tests.gym.nemo.test_owned import TWO_AGENTS
 from tests.gym.test_rubric import JudgeEndpoint
+from tests.plugins.nemo_gym.test_owned import TWO_AGENTS
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

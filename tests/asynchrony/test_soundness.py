@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from roundhouse.config.checks import refuse_unsound, unsound, with_correction
 from roundhouse.config.loading import parse_config
 from roundhouse.config.rollout import Asynchrony
+from roundhouse.config.stale_rollouts import refuse_unsound, unsound, with_correction
 from roundhouse.errors import ConfigError
 
 STALE = Asynchrony(mode="batch-async", staleness=1)

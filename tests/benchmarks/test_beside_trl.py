@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pretrained import CONFIG
-from benchmarks.pretrained_trl import compared, message_to_peer, reward_of, seconds_to, tasks_in_order
 from roundhouse.config.loading import load_config
-from roundhouse.environments.short_questions import ShortQuestions
+
+ShortQuestions = pytest.importorskip("roundhouse.plugins.example_environments.short_questions").ShortQuestions
+from benchmarks.pretrained_trl import compared, message_to_peer, reward_of, seconds_to, tasks_in_order  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COUNTING = """

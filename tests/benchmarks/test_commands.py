@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replays.billed import UNRECORDED_SECONDS
+from tests.plugins.lab.replays.billed import UNRECORDED_SECONDS
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -47,8 +47,10 @@ BY_MAKE = {
     "bench-refit": "--refits 3 --callers 2 --hidden 64 --layers 2 --repeats 1 --backend transformers",
     "bench-checkpoint": "--gigabytes 0.2 --shard-mib 64",
     "bench-plan": "--sizes 1 --settings 1",
+    "bench-precision": "--models qwen3_moe --engines bfloat16 --prompts 4 --tokens 8",
 }
 BY_SCRIPT = {
+    "composite.py": "--rounds 1",
     "publication.py": "--layers 1 --iterations 2 --collection 0 --s3",
     "hindsight.py": "--seeds 0 --iterations 2",
     "mutation_score.py": "--mutants 2 --tasks 1 --repeats 2 --only lookup",
@@ -58,7 +60,7 @@ BY_SCRIPT = {
 }
 NEEDS_A_STATE = {"bench-pages"}
 """It opens the pages of a run that is there, and is run on the soak's."""
-NEEDS_A_MODEL = {"pretrained.py", "pretrained_trl.py"}
+NEEDS_A_MODEL = {"pretrained.py", "pretrained_trl.py", "reasoning_gym_replies.py", "reasoning_gym_survey.py"}
 """Of 93 MB and minutes an iteration; tests/e2e/test_pretrained.py runs their configuration, cut down."""
 NEEDS_A_CLUSTER = {"kubernetes_jobs.py", "kubernetes_shards.py"}
 PARTS = {

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from roundhouse.environments.frozen_lake import FrozenLake
+from roundhouse.plugins.example_environments.frozen_lake import FrozenLake
 
 HALF = "\ud83d"
 

@@ -3,8 +3,8 @@
 import os
 import pathlib
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
 from roundhouse.environments.calculator import Calculator
+from roundhouse.environments.task_files import read_task_rows
 
 OWN = pathlib.Path(__file__).with_name("B023_tasks.jsonl")
 

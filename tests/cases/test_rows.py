@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, read_task_rows
-from roundhouse.compat.nemo_gym.exchange.reading import read_collection
+from roundhouse.environments.task_files import read_task_rows
 from roundhouse.errors import DataError
+from roundhouse.plugins.nemo_gym.exchange.json_lines import CollectionFiles
+from roundhouse.plugins.nemo_gym.exchange.reading import read_collection
 from roundhouse.stages.chat_rows import read_chat_rows
 
 CASES = Path(__file__).parent

@@ -23,12 +23,14 @@ from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_at, engine_files, refit_iteration
 from roundhouse.stages.report import summarize
 from roundhouse.stages.task_survey import input_digests, task_warnings
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.kinds import needs
 
 CASES = Path(__file__).parent
 
@@ -36,7 +38,7 @@ CASES = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
     yield
-    release_trainer()
+    release_trainers()
 
 
 def config(case: str, directory: Path, *overrides: str) -> RunConfig:
@@ -104,6 +106,7 @@ def test_b023_a_row_put_in_front_between_two_starts_is_refused(tmp_path: Path, m
 
 
 @pytest.mark.real
+@needs("frozen_lake")
 @pytest.mark.parametrize("where", ["observation", "task"])
 def test_b008_half_an_emoji_costs_no_rollout(where: str, tmp_path: Path) -> None:
     _, rollouts = trained(config("B008", tmp_path, f"environment.parameters.where={where}", "policy.steps=5"))

@@ -31,6 +31,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home, trainers
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.store.run import Run, open_run
@@ -113,7 +114,7 @@ class Striker:
 
 def train(run: Run, iterations: int, striker: Striker) -> list[dict[str, str]]:
     """Train and publish, an iteration again after each lost rank; the files of every version."""
-    opened, stage.open_service = stage.open_service, lambda *given, **keys: striker.watch(opened(*given, **keys))
+    opened, trainers.open_service = trainers.open_service, lambda *given, **keys: striker.watch(opened(*given, **keys))
     checkpoint, found = starting_policy(run), []
     try:
         while checkpoint.policy_version < iterations:
@@ -131,8 +132,8 @@ def train(run: Run, iterations: int, striker: Striker) -> list[dict[str, str]]:
             checkpoint = publish(run, update)
             found.append(checkpoint_digests(checkpoint))
     finally:
-        stage.release_trainer()
-        stage.open_service = opened
+        trainer_home.release_trainers()
+        trainers.open_service = opened
     return found
 
 

@@ -281,7 +281,7 @@ def stand(
     engine = Server("engine", ["-m", "roundhouse.generation.standalone"], directory / "engine.log", "/rh/replicas")
     environment = Server(
         "environment",
-        ["-m", "roundhouse.compat.nemo_gym.servers.resources", "--environment", "calculator"],
+        ["-m", "roundhouse.plugins.nemo_gym.servers.resources", "--environment", "calculator"],
         directory / "environment.log",
         "/",
     )

@@ -68,6 +68,8 @@ def recorded_with_former_defaults(tree: dict[str, Any]) -> RunConfig:
     train["algorithm"]["critic"]["optimizer"]["learning_rate"] = 1e-3
     train["algorithm"]["mismatch_correction"] = "none"
     train["algorithm"]["reward"]["overlong"]["penalty"] = 1.0
+    train["packing"] = True
+    identity["config"]["generation"]["tool_call_parser"] = "hermes"
     identity["config_digest"] = digest_of_tree(identity["config"])
     del identity["identity_digest"]
     run.location.write("run.json", json.dumps(identity).encode())
@@ -79,10 +81,12 @@ def test_a_recorded_run_keeps_the_defaults_that_it_began_with(store_uri: str) ->
     tree = PRETRAINED | {"run_id": "r", "store": store_uri, "train": {"algorithm": ppo}}
     config = recorded_with_former_defaults(tree)
     train = open_run(config).config.train
+    assert train.packing is True
     assert train.optimizer.learning_rate == 3e-4
     assert train.algorithm.mismatch_correction == "none"
     assert train.algorithm.critic_section.optimizer.learning_rate == 1e-3
     assert train.algorithm.reward.overlong_penalty == 1.0
+    assert open_run(config).config.generation.tool_call_parser == "hermes"
     assert [note.rpartition(": ")[2] for note in rate_notes(open_run(config).config)] == [
         "the default when the run began"
     ] * 2

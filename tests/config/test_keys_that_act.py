@@ -29,9 +29,9 @@ from roundhouse.errors import BudgetReached, FailingRollouts, InfraError, TooFew
 from roundhouse.health.errors import KL, REWARD, new_alerts
 from roundhouse.health.policy import Kind, kind_of
 from roundhouse.infra import services
-from roundhouse.infra.kubernetes.job_status import JobDeadlines, Waiting
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import ShardJob, TrainJob
+from roundhouse.plugins.kubernetes.job_status import JobDeadlines, Waiting
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import ShardJob, TrainJob
 from roundhouse.rollout.protocol import retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import budget_of, iteration_cost, over_budget, totals_after

@@ -356,10 +356,10 @@ def test_no_transport_is_imported_for_a_stored_run_or_for_a_trainer_that_generat
     monkeypatch.setattr(plugins, "factory", load)
     service = {"train": {"service": {"kind": "resident"}}}
     parse_config({"run_id": "r", "generation": {"backend": "trainer"}} | service)
-    parse_config({"run_id": "r", "generation": {"weight_sync": "delta"}}, recorded=True)
+    parse_config({"run_id": "r", "generation": {"weight_sync": "store"}}, recorded=True)
     assert imported == []
-    parse_config({"run_id": "r", "generation": {"weight_sync": "delta"}})
-    assert imported == ["delta"]
+    parse_config({"run_id": "r", "generation": {"weight_sync": "store"}})
+    assert imported == ["store"]
 
 
 def test_a_run_that_a_store_holds_stays_readable() -> None:

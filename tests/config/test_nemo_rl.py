@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.config.environments import NemoGymEnvironment
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import ConfigError
+from roundhouse.plugins.nemo_gym.section import NemoGymEnvironment
 
 FOREIGN = Path(__file__).parent / "foreign"
 THEIRS: dict[str, Any] = {

@@ -38,7 +38,7 @@ def value_at(config: Any, key: str) -> Any:
     [
         ("run_id", "quiz-training-1"),
         ("tracking.experiment", "NexRL-Quiz"),
-        ("tracking.sinks", ("mlflow", "roundhouse.compat.nexrl.val_names:ValNames")),
+        ("tracking.sinks", ("mlflow", "roundhouse.plugins.nexrl.val_names:ValNames")),
         ("train.service.kind", "ray"),
         ("rollout.distribution.launcher", "ray"),
         ("resume.path", "/ckpt/runs/a/checkpoints/000003"),

@@ -1,7 +1,7 @@
 """A server of OpenEnv with three environments, and its own client: `python openenv_peer.py serve` and `… play URLS ACTIONS`.
 
 `serve` prints the URL of each environment as JSON and serves until its input ends. `play` plays the actions of each environment
-and seed with the package's GenericEnvClient and prints rewards and ends as JSON.
+and seed with the package's GenericEnvClient and prints observations, rewards, ends and errors as JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from fastmcp import FastMCP
 from openenv.core import GenericEnvClient
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation, ListToolsObservation
 from pydantic import Field
+
+TYPED = {"call_tool": CallToolObservation, "list_tools": ListToolsObservation}
 
 
 class Guess(Action):
@@ -148,8 +150,14 @@ async def play(urls: dict[str, str], cases: dict[str, list[dict[str, Any]]]) -> 
             await client.reset(seed=episode["seed"])
             results = []
             for action in episode["actions"]:
-                result = await client.step(action)
-                results.append({"reward": result.reward, "done": result.done})
+                try:
+                    result = await client.step(action)
+                except RuntimeError as error:
+                    results.append({"error": str(error)})
+                    continue
+                if kind := TYPED.get(action.get("type")):
+                    kind.model_validate(result.observation)
+                results.append({"reward": result.reward, "done": result.done, "observation": result.observation})
                 if result.done:
                     break
             await client.close()

@@ -20,26 +20,23 @@ import pytest
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.config.package import gym_package
-from roundhouse.compat.nemo_gym.config.resolve import resolve
-from roundhouse.compat.nemo_gym.config.sources import SearchRoots
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
-from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics, profile
-from roundhouse.compat.nemo_gym.owned import HEAD_VARIABLE
-from roundhouse.compat.nemo_gym.servers.commands import install_steps
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.environments.calculator import Calculator
 from roundhouse.errors import DataError, InfraError
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.plugins.nemo_gym.config.package import gym_package
+from roundhouse.plugins.nemo_gym.config.resolve import resolve
+from roundhouse.plugins.nemo_gym.config.sources import SearchRoots
+from roundhouse.plugins.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
+from roundhouse.plugins.nemo_gym.exchange.statistics import aggregate_metrics, profile
+from roundhouse.plugins.nemo_gym.owned import SERVERS_VARIABLE
+from roundhouse.plugins.nemo_gym.servers.commands import install_steps
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.stages.refit import own_gym
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.counter import counter_row
-from tests.gym.model_server.fake_engine import FakeEngine, call
-from tests.gym.nemo.test_owned import roll_out
-from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import (
     SAMPLING,
     ScriptedPolicy,
@@ -50,6 +47,9 @@ from tests.gym.playground import (
     serving,
     serving_counter,
 )
+from tests.plugins.nemo_gym.test_owned import roll_out
+from tests.plugins.nemo_gym.test_start import CALCULATOR, plays_calculator
+from tests.plugins.programs.model_server.fake_engine import FakeEngine, call
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -194,7 +194,7 @@ def test_their_servers_play_an_owned_run_and_one_that_is_killed_comes_back(forei
         }
         given = run_config(tmp_path, url, environment)
         with own_gym(SimpleNamespace(config=given, run_id="r")):  # type: ignore[arg-type]
-            head = os.environ[HEAD_VARIABLE]
+            head = os.environ[SERVERS_VARIABLE]
             first = asyncio.run(roll_out(given, rows))
             servers = {one["process_name"]: one for one in httpx.get(f"{head}/server_instances").json()}
             os.kill(servers["xlam_fc"]["pid"], signal.SIGKILL)
@@ -357,8 +357,8 @@ def test_their_session_conformance_test_passes_against_our_server(foreign_python
 
 @contextmanager
 def serving_stateless() -> Iterator[str]:
-    from roundhouse.compat.nemo_gym.servers.resources import build_app
     from roundhouse.environments.single_turn import Sort
+    from roundhouse.plugins.nemo_gym.servers.resources import build_app
 
     with serving(build_app(Sort())) as url:
         yield url

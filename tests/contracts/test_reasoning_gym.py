@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
-from roundhouse.config.loading import parse_config
+from roundhouse.config.loading import load_config, parse_config
 from roundhouse.environments import load_any
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.plugins.reasoning_gym.environment import BY_HASH
 
 pytestmark = [pytest.mark.contract("reasoning-gym-0.1.25"), pytest.mark.timeout(900)]
+RECIPE = Path(__file__).parents[2] / "docs/examples/reasoning-gym.yaml"
 PEER = Path(__file__).parent / "reasoning_gym_peer.py"
 SIZE, SEED = 3, 7
 
@@ -122,3 +125,28 @@ def test_a_row_of_another_version_fails_instead_of_a_wrong_reward() -> None:
     row = environment.tasks("train")[0] | {"question": "What is 1 + 1?"}
     with pytest.raises(DataError, match="Use the version of reasoning-gym"):
         environment.verify(None, row, reply("2"))
+
+
+def test_the_shipped_recipe_trains_on_no_held_out_problem() -> None:
+    environment = load_any(load_config(RECIPE).environment)
+    train, heldout = ({row["question"] for row in environment.tasks(split)} for split in ("train", "heldout"))
+    assert train
+    assert heldout
+    assert train.isdisjoint(heldout)
+
+
+def test_the_solved_problems_of_the_shipped_recipe_are_right_and_in_neither_split() -> None:
+    config = load_config(RECIPE)
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(
+        Path(config.policy.chat_template).read_text()
+    )
+    shown = template.render(messages=[{"role": "user", "content": "?"}], add_generation_prompt=True)
+    user, assistant, end = (
+        re.escape(text) for text in ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n")
+    )
+    solved = dict(re.findall(f"{user}(.*?){end}{assistant}(.*?){end}", shown, re.DOTALL))
+    assert sorted(solved.values()) == ["father", "husband", "mother", "son", "wife"]
+    source = made(dataset="family_relationships", level=0, seed=1_000_000, train=60, heldout=1).dataset
+    assert solved.items() <= {source[number]["question"]: source[number]["answer"] for number in range(60)}.items()
+    environment = load_any(config.environment)
+    assert not solved.keys() & {row["question"] for split in ("train", "heldout") for row in environment.tasks(split)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.config.environments import CalculatorEnvironment
+from roundhouse.config.included_environments import CalculatorEnvironment
 from roundhouse.config.loading import parse_config
 from roundhouse.config.training import WarmStartPolicy
 from roundhouse.environments import load, load_any

@@ -12,7 +12,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from roundhouse.cli import app
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.errors import ConfigError
@@ -189,3 +191,16 @@ def test_what_cannot_be_loaded_is_refused_with_the_remedy(
     with pytest.raises(ConfigError) as error:
         open_environment(section(foreign_python, **({"env": CAPITALS} | keys)))
     assert text in str(error.value)
+
+
+async def test_an_installed_interpreter_plays_a_configuration_that_names_none(
+    foreign_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name, value in environments._index_options()[1].items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["plugins", "install", "verifiers"])
+    assert done.output.endswith("interpreters/verifiers/bin/python\n"), done.exception
+    config = section(foreign_python, CAPITALS, python=None)
+    [france] = await played(config, lambda messages, seed: says("It is Paris."), slice(0, 1))
+    assert (france.status, france.reward) == (Status.COMPLETED, 0.75)

@@ -16,7 +16,10 @@ from tests.generation.tiny import make_model
 
 TESTS = Path(__file__).parents[1]
 FILES = {
-    "quiz": (TESTS / "gym/workers/recipe/quiz/nexrl.yaml", ("rollout.max_tokens=300", "generation.max_model_len=320")),
+    "quiz": (
+        TESTS / "plugins/nexrl/recipe/quiz/nexrl.yaml",
+        ("rollout.max_tokens=300", "generation.max_model_len=320"),
+    ),
     "nemo-rl-small": (TESTS / "config/foreign/nemo_rl_small.yaml", ()),
 }
 

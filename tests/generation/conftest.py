@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +20,13 @@ from tests.generation.cluster import ray_head
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model directories by name: two random ones with tied embeddings, one untied, one trained to call the tool."""
     root = tmp_path_factory.mktemp("policies")
+    first = tiny.make_model(root / "first", seed=1)
+    # Recommended sampling, as published models name it: no engine may sample by it
+    file = first / "generation_config.json"
+    sampling = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 5.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sampling))
     return {
-        "first": tiny.make_model(root / "first", seed=1),
+        "first": first,
         "second": tiny.make_model(root / "second", seed=2),
         "untied": tiny.make_model(root / "untied", seed=3, tie=False),
         "untied-second": tiny.make_model(root / "untied-second", seed=4, tie=False),

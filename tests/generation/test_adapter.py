@@ -33,7 +33,7 @@ from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation.test_refit import assert_agrees, replies
 from tests.stages.test_checkpoint import trained
 from tests.training.tiny import sequences
-from tests.weight_sync.test_publish import published
+from tests.weight_sync.publishing import published
 
 pytestmark = pytest.mark.real
 
@@ -84,6 +84,7 @@ def test_vllm_serves_the_adapter_of_a_checkpoint_as_the_merged_model_says(tmp_pa
 def test_an_adapter_alone_travels_to_running_replicas_of_vllm_which_hold_the_merged_weights(
     deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str, tmp_path: Path
 ) -> None:
+    pytest.importorskip("roundhouse.plugins.adapter")
     engine = deployment.RayServeEngine(deployed)
     optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0)
     lora = TrainConfig(lora=LoraConfig(rank=4), device="cpu", threads=1, optimizer=optimizer)

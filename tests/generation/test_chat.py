@@ -74,6 +74,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(url):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("messages", [tiny.TOOL_MESSAGES, LONG], ids=["short", "long"])
 def test_log_probabilities_agree_with_plain_transformers(url, policies, messages, temperature):
+    """Its generation_config.json names another temperature, top_k, top_p and a penalty (conftest.py)."""
     message = chat(url, messages, temperature=temperature, max_tokens=24)["choices"][0]["message"]
     expected = tiny.reference_logprobs(
         policies["first"], message["prompt_token_ids"], message["generation_token_ids"], temperature

@@ -189,9 +189,8 @@ def test_a_gpu_is_a_matter_of_configuration():
     [
         ({"kv_cache_gib": 0.25}, "kv_cache_memory_bytes", 2**28),
         ({"gpus_per_replica": 1, "gpu_memory_utilization": 0.4}, "gpu_memory_utilization", 0.4),
-        ({"gpus_per_replica": 1, "transfer_backend": "nccl"}, "weight_transfer_config", {"backend": "nccl"}),
     ],
-    ids=["kv_cache_gib", "gpu_memory_utilization", "transfer_backend"],
+    ids=["kv_cache_gib", "gpu_memory_utilization"],
 )
 def test_a_key_becomes_an_argument_of_vllm(keys, argument, expected):
     assert engine_arguments(GenerationConfig(**keys), "/m")[argument] == expected

@@ -9,8 +9,9 @@ from typing import Any, Self
 import pytest
 import torch
 
-import roundhouse.compat.nemo_rl as ours
-from roundhouse.compat.nemo_rl.generation import (
+import roundhouse.plugins.nemo_rl as ours
+from roundhouse.errors import ConfigError, DataError
+from roundhouse.plugins.nemo_rl.generation import (
     BatchedDataDict,
     RayVirtualCluster,
     VllmConfig,
@@ -18,8 +19,7 @@ from roundhouse.compat.nemo_rl.generation import (
     configure_generation_config,
     get_tokenizer,
 )
-from roundhouse.compat.nemo_rl.gym_rollouts import NemoGym, RolloutCollectionHelper, load_jsonl, save_jsonl
-from roundhouse.errors import ConfigError, DataError
+from roundhouse.plugins.nemo_rl.gym_rollouts import NemoGym, RolloutCollectionHelper, load_jsonl, save_jsonl
 
 
 @pytest.mark.real

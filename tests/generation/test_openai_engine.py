@@ -30,7 +30,8 @@ from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import open_run
@@ -164,7 +165,7 @@ def test_a_run_evaluates_collects_and_trains_with_a_server_that_takes_its_weight
     refit_iteration(run, 3, checkpoint)
     evaluated = evaluate_version(run, 2, engine_service(run).url)
     assert evaluated.counts["requested"] == 2
-    release_trainer()
+    release_trainers()
 
 
 def noisy(model: Path, seed: int, directory: Path) -> Path:
@@ -291,7 +292,7 @@ async def test_a_server_that_is_gone_is_an_infrastructure_failure(model: Path, t
             {},
             r"sampling\.temperature is 0\.7\. Set it to 1: .* log-probabilities of the model itself",
         ),
-        ({"weight_sync": "shared-memory"}, {}, r"weight_sync is shared-memory\. Set it to store"),
+        ({"weight_sync": "trainer"}, {}, r"weight_sync is trainer\. Set it to store"),
         ({"inflight_requests": "continue"}, {}, r"inflight_requests is continue\. Set it"),
         ({}, {"placement": {"colocation": "node"}}, r"placement\.colocation is node"),
     ],

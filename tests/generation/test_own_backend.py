@@ -20,7 +20,8 @@ from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_at, refit_iteration
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.run import open_run
 from roundhouse.store.stage import read_manifest
@@ -62,7 +63,7 @@ def test_an_iteration_is_collected_and_trained_with_a_backend_of_three_methods(t
             "its log-probabilities are the trainer's"
         )
         version = publish(run, update)
-        release_trainer()
+        release_trainers()
         refit_iteration(run, 2, version)
         (replica,) = ProcessEngine(url).replicas()
         assert (replica.policy_version, replica.weights) == (1, version.uri)
@@ -99,7 +100,7 @@ def test_what_no_backend_can_be_made_of_is_refused(policies: dict[str, Path]) ->
         parse_config({"run_id": "r", "evaluation": {"sets": {"cut": {"max_new_tokens": 512}}}})
     for generation, told in (
         ({"backend": "tgi"}, "module:Class for your own class"),
-        ({"backend": BACKEND, "tool_call_parser": "llama3_json"}, "reads hermes alone"),
+        ({"backend": BACKEND, "tool_call_parser": "llama3_json"}, "reads hermes and openai alone"),
         ({"backend": BACKEND, "engine_args": {"max_num_seqs": 1}}, "a custom engine takes none"),
     ):
         with pytest.raises(ConfigError, match=told):

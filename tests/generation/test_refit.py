@@ -27,7 +27,6 @@ from roundhouse.weight_sync.replica_state import RefitOptions, require_agreement
 from roundhouse.weight_sync.tensor_files import digest_of
 from tests.generation import tiny
 from tests.waiting import until
-from tests.weight_sync.ends import file_sender
 
 pytestmark = pytest.mark.real
 
@@ -308,6 +307,9 @@ def test_weights_with_the_right_digest_are_taken(deployed, config, policies, bar
 def test_replicas_take_a_transfer_as_ranks_of_one_group(
     deployed: ServeEndpoint, config: GenerationConfig, policies: dict[str, Path], bare: str
 ) -> None:
+    pytest.importorskip("roundhouse.plugins.transfer")
+    from tests.plugins.transfer.ends import file_sender
+
     sending_config = config.model_copy(update={"weight_sync": "transfer"})
     engine = deployment.RayServeEngine(deployed)
     ids = [replica.replica_id for replica in engine.replicas()]

@@ -18,9 +18,9 @@ from roundhouse.generation import chat_server
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.chat_server import ChatServer
 from roundhouse.generation.protocol import BadRequest, read_request
-from roundhouse.policy import model_directory
+from roundhouse.policy import existing, model_directory
 from roundhouse.policy.model_directory import ChatTemplate, refuse_unfit_template
-from roundhouse.stages import preflight
+from roundhouse.policy.starting import starting_policy_of
 from tests.generation import tiny
 from tests.generation.test_control_tokens import codec_of
 
@@ -108,6 +108,6 @@ def test_a_template_writes_the_day_that_the_run_pins(
         caplog.clear()
         tree = {"run_id": "r", "environment": {"kind": "sort"}, "generation": {"template_date": day}}
         config = parse_config(tree | {"policy": {"kind": "pretrained", "path": str(tmp_path)}})
-        monkeypatch.setattr(preflight, "check_model_directory", lambda path, length: None)
-        preflight._prompts(config, False, None)
+        monkeypatch.setattr(existing, "check_model_directory", lambda path, length: None)
+        starting_policy_of(config).prompts([], None, remote=False)
         assert caplog.text.count("Set generation.template_date to keep one day") == reports

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,11 @@ from roundhouse.config.models import GenerationConfig
 from roundhouse.environments.base import invalid_arguments
 from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.protocol import Generated, read_request
-from roundhouse.generation.serve_app import make_tool_parser
-from roundhouse.generation.tool_calls import MAX_CALLS, bounded, parse_hermes, tool_call
+from roundhouse.generation.serve_app import make_tool_parser, with_chosen_parser
+from roundhouse.generation.tool_calls import MAX_CALLS, THOUGHTS, bounded, parse_hermes, thought_end, tool_call
+from roundhouse.generation.tool_formats import parse_harmony, parser_of_template
 from tests.generation import tiny
+from tests.generation.chat_templates import FORMATS, GPT_OSS, Format
 
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 DELETE = '<tool_call>\n{"name": "delete", "arguments": {}}\n</tool_call>'
@@ -99,7 +103,62 @@ def test_a_reply_has_a_bounded_number_of_calls_and_the_rest_is_reported() -> Non
 def test_every_engine_reads_calls_with_one_parser(backend: str) -> None:
     endpoint = {"url": "http://127.0.0.1:9", "model": "policy"} if backend == "openai" else None
     config = GenerationConfig.model_validate({"backend": backend, "endpoint": endpoint})
-    assert make_tool_parser(config, None) is parse_hermes
+    hermes, harmony = (SimpleNamespace(chat_template=template) for template in (tiny.CHAT_TEMPLATE, GPT_OSS))
+    assert make_tool_parser(with_chosen_parser(config, hermes), hermes) is parse_hermes
+    assert make_tool_parser(with_chosen_parser(config, harmony), harmony) is parse_harmony
+
+
+@pytest.mark.parametrize("family", [each for each in FORMATS if each.call], ids=lambda family: family.name)
+def test_the_parser_is_chosen_by_the_template(family: Format) -> None:
+    assert parser_of_template(family.template) == family.parser
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("family", [each for each in FORMATS if each.call], ids=lambda family: family.name)
+def test_the_chosen_parser_reads_the_calls_of_its_family(family: Format, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    codec = ChatCodec(str(family.save(tmp_path)), 4096)
+    config = with_chosen_parser(GenerationConfig(), codec.tokenizer)
+    codec.parse_tool_calls = make_tool_parser(config, codec.tokenizer)
+    ids = codec.encode(family.call)
+    message, finish = codec.message(Generated(ids, [0.0] * len(ids), "stop"), [tiny.ADD_TOOL])
+    if family.unread:
+        assert finish == "stop"
+        return
+    [call] = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 2, "b": 3})
+    assert finish == "tool_calls"
+
+
+@pytest.mark.parametrize(("start", "end"), THOUGHTS)
+def test_the_text_after_the_thought_begins_after_its_last_end(start: str, end: str) -> None:
+    assert thought_end("text") == 0
+    assert thought_end(f"{start}a{end}b") == len(f"{start}a{end}")
+    assert thought_end(f"a{end}b") == len(f"a{end}")
+    assert thought_end(f"{start}a{end}b{start}c") == len(f"{start}a{end}b{start}c")
+
+
+HARMONY_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("<|channel|>final<|message|>It is 5.", "It is 5.", []),
+        ("<|channel|>analysis<|message|>2+3<|end|><|start|>assistant<|channel|>final<|message|>5", "<think>2+3</think>5", []),
+        ("<|channel|>analysis<|message|>Shall I " + DELETE, f"<think>Shall I {DELETE}</think>", []),
+        (f'{HARMONY_CALL}{{"a": 2}}', None, [("add", '{"a": 2}')]),
+        (f'<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{HARMONY_CALL}{{"a": 2}}', "I add.",
+         [("add", '{"a": 2}')]),
+        (f"{HARMONY_CALL}{{a}}", None, [("add", "<tool_call>{a}")]),
+        ("plain", "plain", []),
+    ],
+    ids=["final", "thought", "draft", "call", "preamble", "broken call", "without channels"],
+)  # fmt: skip
+def test_a_harmony_reply_has_thoughts_text_and_calls(text: str, content: str | None, calls: list[Any]) -> None:
+    read_content, read_calls = parse_harmony(text, [])
+    assert read_content == content
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in read_calls] == calls
 
 
 @pytest.mark.real

@@ -25,7 +25,8 @@ from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_at, engine_service, refit_iteration
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, open_run
@@ -129,7 +130,7 @@ def test_two_iterations_are_drawn_from_the_weights_that_are_trained(
         assert replica.digest != read_manifest(start).details[WEIGHTS_DIGEST]
         assert len(loaded) == 1, "version 0, once"
     finally:
-        release_trainer()
+        release_trainers()
 
 
 def test_a_run_that_lost_its_trainer_goes_on_as_the_one_that_kept_it(tmp_path: Path, loaded: list[Path]) -> None:
@@ -139,9 +140,9 @@ def test_a_run_that_lost_its_trainer_goes_on_as_the_one_that_kept_it(tmp_path: P
         version = starting_policy(run)
         version = iterate(run, 1, version)
         if loses:
-            release_trainer()  # all that a kill takes from the process: the store is left
+            release_trainers()  # all that a kill takes from the process: the store is left
         iterate(run, 2, version)
-        release_trainer()
+        release_trainers()
         drawn.append((tokens(run, 1), tokens(run, 2)))
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
@@ -259,7 +260,7 @@ GIVEN = {"max_tokens": 4096, "buffer_size_gb": 1}
         ({"train": {"service": {"kind": "resident", "processes": 2}}}, r"processes is 2. Set it to 1"),
         ({"asynchrony": {"mode": "batch-async", "staleness": 1}}, r"asynchrony\.staleness is 1. Set it to 0"),
         ({"generation": {"engine_url": "http://127.0.0.1:1"}}, r"generation\.engine_url is .*Leave it out"),
-        ({"generation": {"weight_sync": "delta"}}, r"generation\.weight_sync is delta. Leave it out"),
+        ({"generation": {"weight_sync": "store"}}, r"generation\.weight_sync is store. Leave it out"),
         ({"generation": {"dtype": "bfloat16"}}, r"generation\.dtype is bfloat16. Set it to train\.dtype, float32"),
         ({"generation": {"replicas": 2}}, r"generation\.replicas is 2"),
         ({"generation": {"threads": 2}}, r"Leave it out, and set train\.threads"),

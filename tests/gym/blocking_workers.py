@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from roundhouse.compat.nexrl import BaseRolloutWorker, EvaluationRunResult
+from roundhouse.plugins.nexrl import BaseRolloutWorker, EvaluationRunResult
 from tests.gym.blocking_world import block
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
 
 if TYPE_CHECKING:
-    from roundhouse.compat.command import CommandOutcome
+    from roundhouse.plugins.programs.command import CommandOutcome
 
 HOW = ("sleep", "loop", "regex")
 

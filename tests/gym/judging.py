@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from roundhouse.environments.base import TaskRow, Verdict
 
 if TYPE_CHECKING:
-    from roundhouse.compat.command import CommandOutcome
+    from roundhouse.plugins.programs.command import CommandOutcome
 
 
 def half(task: TaskRow, items: list[dict[str, Any]]) -> float:

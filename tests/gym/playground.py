@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import uvicorn
 
-from roundhouse.compat.nemo_gym.servers.endpoints import KEEP_ALIVE_SECONDS
-from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
+from roundhouse.http.asgi import KEEP_ALIVE_SECONDS
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
@@ -186,7 +186,7 @@ def serving_counter(**options: Any) -> Iterator[str]:
 def serving_command(*options: str) -> Iterator[str]:
     """A resources server started by its command; its base URL."""
     port = free_port()
-    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", *options, "--port", str(port)]
+    command = [sys.executable, "-m", "roundhouse.plugins.nemo_gym.servers.resources", *options, "--port", str(port)]
     process = fork_server.start(command)
 
     def answers() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.statistics import (
+from roundhouse.plugins.nemo_gym.exchange.statistics import (
     aggregate_metrics,
     light,
     majority,

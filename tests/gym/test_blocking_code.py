@@ -10,11 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from roundhouse.compat.nexrl import EvaluationRunResult, Evaluator
-from roundhouse.compat.nexrl.client import WorkerClient
-from roundhouse.config.environments import CommandEnvironment, CustomEnvironment, Rubric, WorkerEnvironment
+from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import EnvironmentConfig
+from roundhouse.config.rubrics import Rubric
 from roundhouse.environments.base import task_row
+from roundhouse.plugins.nexrl import EvaluationRunResult, Evaluator
+from roundhouse.plugins.nexrl.client import WorkerClient
+from roundhouse.plugins.nexrl.section import WorkerEnvironment
+from roundhouse.plugins.programs.section import CommandEnvironment
 from roundhouse.rollout import environment_process
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient, open_environment

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import RetryPolicy
 from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
 from roundhouse.rollout.protocol import retry_delay

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.models import CalculatorEnvironment, RemoteEnvironment
+from roundhouse.config.models import CalculatorEnvironment
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts

@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from roundhouse.cli import app
-from roundhouse.compat.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.plugins.nemo_gym.exchange.json_lines import Row, read_rows, write_rows
 from roundhouse.store.location import Location
 from roundhouse.store.stage import Stage
-from tests.gym.exchange.test_collection import FakeAgent
-from tests.gym.model_server.fake_engine import FakeEngine, call, say
 from tests.gym.playground import serving
+from tests.plugins.nemo_gym.exchange.test_collection import FakeAgent
+from tests.plugins.programs.model_server.fake_engine import FakeEngine, call, say
 from tests.sql.stores import write_run
 
 
@@ -206,7 +206,6 @@ def test_collation_by_mode_search_directory_and_overwriting(tmp_path: Path) -> N
 def test_an_import_has_the_version_and_the_policy_version_it_was_given(tasks: Path, tmp_path: Path) -> None:
     collected(FakeAgent(), tmp_path / "run.jsonl", "-i", tasks)
     run(
-        "gym",
         "import",
         tmp_path / "run.jsonl",
         "--name",
@@ -227,7 +226,7 @@ def test_an_import_has_the_version_and_the_policy_version_it_was_given(tasks: Pa
 
 def test_an_export_is_of_the_stage_that_was_named_and_by_the_agent(tmp_path: Path) -> None:
     write_run(str(tmp_path / "store"), "r", iterations=2)
-    base = ["export", "r", "--store", tmp_path / "store", "--iteration", 2]
+    base = ["export", "r", "--format", "nemo_gym", "--store", tmp_path / "store", "--iteration", 2]
     run(*base, "--output", tmp_path / "out", "--agent", "mine")
     rows = read_rows(tmp_path / "out/rollouts.jsonl")
     assert {row["agent_ref"]["name"] for row in rows} == {"mine"}
@@ -260,7 +259,7 @@ def test_how_servers_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(options)
         ready({"head": "http://h", "servers": []})
 
-    monkeypatch.setattr("roundhouse.compat.nemo_gym.servers.start.run", started)
+    monkeypatch.setattr("roundhouse.plugins.nemo_gym.servers.start.run", started)
     server = {"roundhouse_environment": {"environment": {"kind": "sort"}}}
     (tmp_path / "w.yaml").write_text(yaml.safe_dump({"sorting": {"resources_servers": server}}))
     plain = run("gym", "start", tmp_path / "w.yaml", "--logs", tmp_path / "logs", "--start-seconds", 7, "--no-ray")

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEpisodeClient
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import ContextOverflow, EngineUnreachable
 from roundhouse.http.sessions import SessionStore
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEpisodeClient
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import play_rollout, run_rollout
 from roundhouse.rollout.clients import LocalEpisodeClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts
@@ -27,6 +27,7 @@ from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests import fork_server
 from tests.gym.collecting import collect
+from tests.gym.kinds import needs
 from tests.gym.playground import (
     SAMPLING,
     Reply,
@@ -393,10 +394,11 @@ async def test_a_step_whose_answer_was_lost_is_asked_again_only_where_that_is_ha
         assert (rollout.failure_code, ids) == ("environment_unreachable", [None])
 
 
+@needs("frozen_lake")
 def test_the_command_serves_a_world_as_well() -> None:
     """It ended with a NameError: the module ran before the half of it that serves worlds was defined."""
     url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "roundhouse.compat.nemo_gym.servers.resources", "--environment", "frozen_lake"]
+    command = [sys.executable, "-m", "roundhouse.plugins.nemo_gym.servers.resources", "--environment", "frozen_lake"]
     with fork_server.start([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:

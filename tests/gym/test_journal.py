@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from roundhouse.compat.nexrl.base import AgentEvaluationTarget, BaseRolloutWorker, EvaluationRunResult
-from roundhouse.compat.nexrl.built_in import AgentRolloutWorker
-from roundhouse.compat.nexrl.client import WorkerClient
-from roundhouse.config.models import RemoteEnvironment
 from roundhouse.environments.base import Environment, GymStep, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.generation.protocol import EngineUnreachable
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nexrl.base import AgentEvaluationTarget, BaseRolloutWorker, EvaluationRunResult
+from roundhouse.plugins.nexrl.built_in import AgentRolloutWorker
+from roundhouse.plugins.nexrl.client import WorkerClient
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient
 from roundhouse.rollout.plan import plan_rollouts

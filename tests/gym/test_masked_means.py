@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from roundhouse.collection.collector import deviation, mean, rollout_metrics
-from roundhouse.compat.nemo_gym.exchange.collection import Summary
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles
-from roundhouse.compat.nemo_gym.exchange.statistics import aggregate_metrics
 from roundhouse.config.loading import parse_config
-from roundhouse.replays.comparison import Comparison, compare_stage
-from roundhouse.simulation.symptoms import symptoms
+from roundhouse.plugins.nemo_gym.exchange.collection import Summary
+from roundhouse.plugins.nemo_gym.exchange.json_lines import CollectionFiles
+from roundhouse.plugins.nemo_gym.exchange.statistics import aggregate_metrics
 from roundhouse.stages.evaluate import evaluation_metrics
 from roundhouse.store.run import open_run
 from roundhouse.trajectories.records import Rollout, Status, groups_with_spread
@@ -66,6 +66,8 @@ def test_the_largest_numbers_have_a_mean_and_a_deviation():
 
 
 def test_a_masked_rollout_counts_in_no_comparison_of_a_replay_and_no_symptom(tmp_path: Path) -> None:
+    comparison = pytest.importorskip("roundhouse.plugins.lab.replays.comparison")
+    symptoms = pytest.importorskip("roundhouse.plugins.lab.simulation.symptoms").symptoms
     run = open_run(parse_config({"run_id": "r", "store": str(tmp_path)}))
     references = []
     for iteration in (1, 2):
@@ -73,7 +75,7 @@ def test_a_masked_rollout_counts_in_no_comparison_of_a_replay_and_no_symptom(tmp
         attempt.write_table("turns", turns_table(ROLLOUTS))
         attempt.write_table("rollouts", rollouts_table(ROLLOUTS))
         references.append(attempt.commit())
-    found = compare_stage(Comparison("", {}, {}, []), *references, by_distribution=True)
+    found = comparison.compare_stage(comparison.Comparison("", {}, {}, []), *references, by_distribution=True)
     assert found.distribution["reward"]["before"] == found.distribution["reward"]["after"] == 1.0
     assert "every reward is 1" in [each.symptom for each in symptoms(run)]
 

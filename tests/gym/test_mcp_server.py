@@ -15,12 +15,12 @@ from fastapi import FastAPI, Request
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.servers.own_server import own_server
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.environments import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict, task_row, tool
 from roundhouse.errors import ConfigError
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nemo_gym.servers.own_server import own_server
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts

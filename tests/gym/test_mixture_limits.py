@@ -25,7 +25,7 @@ from tests.gym.collecting import collect
 from tests.gym.playground import SAMPLING, ScriptedPolicy, calls, rollout_config
 from tests.stages.scripted_engine import ScriptedEngine
 
-CALC, WORDS, NUMBERS = {"kind": "calculator"}, {"kind": "sort", "digits": 4}, {"kind": "guess_number", "guesses": 99}
+CALC, WORDS = {"kind": "calculator"}, {"kind": "sort", "digits": 4}
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def test_the_engine_is_asked_within_the_limits_of_the_tasks_environment_and_vali
 
 
 async def played(own: dict[str, Any], config: RolloutConfig) -> dict[str, Rollout]:
-    """A rollout of each of two environments with tools, of a policy that never stops guessing, three calls at a time."""
-    environments = {"own": NUMBERS, "other": NUMBERS}
+    """A rollout of each of two environments with tools, of a policy that never stops calculating, three calls at a time."""
+    environments = {"own": CALC, "other": CALC}
     tree = {"run_id": "r", "environment": {"kind": "mixture", "environments": environments}}
     mixture = parse_config(tree).environment
     limits = RolloutConfig.model_validate(config.model_dump() | {"environments": {"own": own}})
-    policy = ScriptedPolicy(lambda messages, seed: calls(("guess", {"number": 1})))
+    policy = ScriptedPolicy(lambda messages, seed: calls(("calculate", {"expression": "1+1"})))
     async with open_environment(mixture) as environment:
         specs = plan_rollouts(environment.tasks("train")[:1] + environment.tasks("train")[-1:], 1, 0, 1)
         found = await collect(specs, policy, environment, limits, SAMPLING)

@@ -9,15 +9,17 @@ import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
 
-from roundhouse.compat.nemo_gym.clients.agent import RemoteAgentClient, read_answer
-from roundhouse.compat.nemo_gym.clients.connection import server_url
-from roundhouse.compat.nemo_gym.model_server.app import build_app as model_app
-from roundhouse.compat.nemo_gym.servers.agent import build_app as agent_app
-from roundhouse.compat.nemo_gym.servers.resources import build_app as resources_app
-from roundhouse.config.gym_servers import AgentServerConfig, ModelServerConfig
-from roundhouse.config.models import AgentEnvironment, Sampling
+from roundhouse.config.models import Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
+from roundhouse.plugins.nemo_gym.clients.agent import RemoteAgentClient, read_answer
+from roundhouse.plugins.nemo_gym.clients.connection import server_url
+from roundhouse.plugins.nemo_gym.section import AgentEnvironment
+from roundhouse.plugins.nemo_gym.server_sections import AgentServerConfig
+from roundhouse.plugins.nemo_gym.servers.agent import build_app as agent_app
+from roundhouse.plugins.nemo_gym.servers.resources import build_app as resources_app
+from roundhouse.plugins.programs.model_server.app import build_app as model_app
+from roundhouse.plugins.programs.model_server.section import ModelServerConfig
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
@@ -26,8 +28,8 @@ from roundhouse.rollout.responses import response_object
 from roundhouse.trajectories.records import FailureKind, Rollout, Status, digest_tokens
 from tests.gym.collecting import collect
 from tests.gym.counter import Counter, counter_row
-from tests.gym.model_server.fake_engine import FakeEngine, call
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, says, serving, spec_of
+from tests.plugins.programs.model_server.fake_engine import FakeEngine, call
 from tests.ports import free_port
 
 NOBODY = ScriptedPolicy(by_turn(says("the collector's policy is not asked")))

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.environments.base import Environment, Verdict
 from roundhouse.http.sessions import SessionStore
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.responses import response_object
 from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import serving, serving_command, serving_counter
@@ -250,8 +250,8 @@ def test_aggregating_nothing_gives_four_empties(client: httpx.Client):
 
 
 def test_the_command_serves_an_environment():
-    with serving_command("--environment", "guess_number", "--parameters", '{"upper": 5}') as url:
-        told = httpx.post(f"{url}/seed_session", json={"hidden": 4}).json()
+    with serving_command("--environment", "calculator", "--parameters", '{"heldout_fraction": 0.5}') as url:
+        told = httpx.post(f"{url}/seed_session", json={}).json()
     assert told == {"supports_explicit_close": True}
 
 
@@ -259,13 +259,13 @@ def test_the_command_serves_an_environment():
     ("options", "message"),
     [
         (["--environment", "calcluator"], "calcluator"),
-        (["--environment", "guess_number", "--parameters", json.dumps({"uper": 5})], "uper"),
-        (["--environment", "guess_number", "--parameters", "[5]"], "JSON object"),
+        (["--environment", "sort", "--parameters", json.dumps({"digit": 5})], "digit"),
+        (["--environment", "sort", "--parameters", "[5]"], "JSON object"),
         (["--environment", "no_such_module:Thing"], "no_such_module"),
     ],
 )
 def test_the_command_says_what_to_change(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    from roundhouse.compat.nemo_gym.servers.resources import main
+    from roundhouse.plugins.nemo_gym.servers.resources import main
 
     with pytest.raises(SystemExit) as ended:
         main(options)

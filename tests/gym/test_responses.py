@@ -72,6 +72,12 @@ def test_chat_to_items_and_back_is_the_same_conversation(pairs: list[tuple[dict[
     assert chat_messages(items_from_chat(messages)) == messages
 
 
+def test_images_of_a_chat_stay_beside_their_texts() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD", "detail": "auto"}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "how many?"}]}]
+    assert chat_messages(items_from_chat(messages)) == messages
+
+
 def test_a_string_is_a_user_message_and_instructions_join_the_system_messages():
     assert chat_messages("hi") == [{"role": "user", "content": "hi"}]
     given_items = [

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.models import Sampling
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
 from roundhouse.errors import InfraError
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.conversation import sampling_overrides

@@ -15,16 +15,15 @@ from typer.testing import CliRunner
 from roundhouse.cli import app
 from roundhouse.collection.collector import rollout_metrics
 from roundhouse.config.consent import unnamed_code
-from roundhouse.config.environments import Audit, EnvironmentConfig, Rubric
+from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.loading import parse_config
+from roundhouse.config.rubrics import Audit, Rubric
 from roundhouse.environments import load_to_serve
 from roundhouse.environments.base import TaskRow
 from roundhouse.errors import ConfigError
 from roundhouse.generation.protocol import ContextOverflow
 from roundhouse.http.ports import HttpThread
 from roundhouse.infra.checks.reachability import configured
-from roundhouse.replays.rollouts import open_for_replay
-from roundhouse.replays.verdicts import judge_all, rescore
 from roundhouse.rollout.agents import play_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.rubric import read_verdict, refuse_unfit_criteria
@@ -37,7 +36,7 @@ from roundhouse.store.verification import verify as verify_store
 from roundhouse.trajectories.records import Rollout, Status
 from tests.gym.counter import counter_row
 from tests.gym.playground import SAMPLING, ScriptedPolicy, rollout_config, says, spec_of
-from tests.replays.recorded import collected, demonstrated, opened
+from tests.gym.recorded import collected, demonstrated, opened
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 JUDGING = "tests.gym.judging"
@@ -366,6 +365,7 @@ async def test_an_audit_that_gives_no_verdict_fails_no_rollout(judge: JudgeEndpo
 
 
 def test_stored_rollouts_are_judged_anew_without_an_audit(judge: JudgeEndpoint) -> None:
+    judge_all = pytest.importorskip("roundhouse.plugins.lab.replays.verdicts").judge_all
     config = CONFIG.validate_python({"kind": "calculator", "audit": judge.rubric()})
     assert [each.outcome for each in judge_all(demonstrated(config, 1), config)] == ["equal"] * 4
     assert judge.requests == []
@@ -445,6 +445,7 @@ FUNCTION = {"criteria": {"half": {"function": f"{JUDGING}:half"}}}
 
 
 def test_stored_rollouts_are_judged_anew_at_the_price_of_one_call_each(judge: JudgeEndpoint, tmp_path: Path) -> None:
+    rescore = pytest.importorskip("roundhouse.plugins.lab.replays.verdicts").rescore
     judge.reply = lambda body: (200, f"Verdict: {'yes' if '7' in body['messages'][1]['content'] else 'no'}")
     run = opened(tmp_path, {"kind": "calculator"})
     rollouts = demonstrated(run.config.environment, tasks=3)
@@ -517,6 +518,8 @@ def test_a_budget_in_money_needs_the_price_of_every_judge(judge: JudgeEndpoint) 
 
 
 def test_rollouts_of_a_program_are_judged_anew_by_a_rubric_alone(judge: JudgeEndpoint) -> None:
+    judge_all = pytest.importorskip("roundhouse.plugins.lab.replays.verdicts").judge_all
+    open_for_replay = pytest.importorskip("roundhouse.plugins.lab.replays.rollouts").open_for_replay
     stored = demonstrated(CONFIG.validate_python({"kind": "calculator"}), tasks=1, size=2)
     program = {"kind": "command", "command": ["true"], "rubric": judge.rubric()}
     judged = judge_all(stored, CONFIG.validate_python(program))

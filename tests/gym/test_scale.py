@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.config.models import GenerationConfig, RetryPolicy
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status

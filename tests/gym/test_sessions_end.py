@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request, Response
 
 import roundhouse.http.sessions
 import roundhouse.rollout.agents
-from roundhouse.compat.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.environments import RemoteEnvironment
 from roundhouse.environments.base import Environment, Verdict, tool
 from roundhouse.generation.protocol import EngineUnreachable
 from roundhouse.http.sessions import SessionStore
+from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nemo_gym.exchange.json_lines import CollectionFiles, read_rows, read_task_rows
-from roundhouse.compat.nemo_gym.exchange.reading import read_collection, write_collection
-from roundhouse.compat.nexrl.client import read_items
 from roundhouse.config.yaml_text import read_yaml
 from roundhouse.environments.null_fields import arguments_without_nulls, schema_without_nulls
+from roundhouse.environments.task_files import read_task_rows
 from roundhouse.errors import ConfigError, DataError, RoundhouseError
+from roundhouse.plugins.nemo_gym.exchange.json_lines import CollectionFiles, read_rows
+from roundhouse.plugins.nemo_gym.exchange.reading import read_collection, write_collection
+from roundhouse.plugins.nexrl.client import read_items
 from roundhouse.policy.model_directory import template_text
 from roundhouse.stages.chat_rows import read_chat_rows
 

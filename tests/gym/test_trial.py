@@ -14,6 +14,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.rollout.trial import play_trial
 from roundhouse.trajectories.records import Status
+from tests.gym.kinds import having
 
 WORLD = """
 from roundhouse.environments.base import Environment, Verdict, final_text, task_row
@@ -31,7 +32,7 @@ def config(kind: str = "calculator", **keys: Any) -> Any:
 
 
 async def test_scripted_replies_call_tools_and_earn_the_reward_of_a_rollout() -> None:
-    found = await play_trial(config("guess_number"), ['guess({"number": 4})', "I found it."], 2)
+    found = await play_trial(config(), ['calculate({"expression": "2*3"})', "6"], 2)
     assert [[item["type"] for item in each.items] for each in found] == [
         ["message", "function_call", "function_call_output", "message"]
     ] * 2
@@ -39,7 +40,7 @@ async def test_scripted_replies_call_tools_and_earn_the_reward_of_a_rollout() ->
     assert all(each.reward is not None for each in found)
 
 
-@pytest.mark.parametrize("kind", ["calculator", "sort", "warehouse", "frozen_lake"])
+@pytest.mark.parametrize("kind", having("calculator", "sort", "warehouse", "frozen_lake"))
 async def test_random_replies_play_every_kind_of_conversation_and_repeat(kind: str) -> None:
     first, second = [await play_trial(config(kind)) for _ in range(2)]
     assert [each.failure_code for each in first] == [""] * 3

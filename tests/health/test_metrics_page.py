@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roundhouse.activity import Activity, announce, logger
-from roundhouse.compat.nemo_gym.servers import endpoints
 from roundhouse.errors import ConfigError
 from roundhouse.generation import chat_server as engine_metrics
 from roundhouse.health import metrics_page
 from roundhouse.health.metrics_page import Announced, InFlightCollector
 from roundhouse.logs import about
+from roundhouse.plugins.nemo_gym.servers import endpoints
 
 PAGE = Path(__file__).parents[2] / "docs/kubernetes-reference.md"
 

@@ -32,14 +32,14 @@ def infra(**sections: Any) -> Any:
 
 
 def test_without_a_database_of_ones_own_the_servers_are_started_as_ever() -> None:
-    assert services.server_arguments(infra()) == {"prefect": [], "mlflow": []}
-    assert services.server_arguments(KubernetesInfra()) == {"prefect": [], "mlflow": []}
+    assert infra().server_arguments() == {"prefect": [], "mlflow": []}
+    assert KubernetesInfra().server_arguments() == {"prefect": [], "mlflow": []}
 
 
 def test_a_database_is_an_argument_of_its_server_and_becomes_prefects_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", raising=False)
     url = "postgresql+asyncpg://prefect@localhost/prefect"
-    arguments = services.server_arguments(infra(prefect={"database_url": url}))
+    arguments = infra(prefect={"database_url": url}).server_arguments()
     assert arguments == {"prefect": [f"--database-url={url}"], "mlflow": []}
     assert take_database_url(["server", "start", *arguments["prefect"]]) == ["server", "start"]
     assert os.environ["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == url
@@ -61,12 +61,12 @@ def test_a_database_that_cannot_be_used_is_refused_with_the_key(sections: dict[s
 def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="psycopg2-binary"):
-        services.server_arguments(infra(mlflow={"backend_store_uri": "postgresql://mlflow@h/d"}))
+        infra(mlflow={"backend_store_uri": "postgresql://mlflow@h/d"}).server_arguments()
 
 
 def test_pages_that_a_run_left_up_on_its_database_come_up_on_the_next_runs(state_dir: Path, tmp_path: Path) -> None:
     def by_a_run(**sections: Any) -> ServiceRecord:
-        arguments = services.server_arguments(infra(**sections))
+        arguments = infra(**sections).server_arguments()
         names = ["mlflow"]
         with services.local_services(state_dir, names, keep=names, unawaited=names, arguments=arguments) as running:
             return running.records["mlflow"]
@@ -99,7 +99,7 @@ def test_the_local_servers_keep_their_data_in_a_postgresql_of_ones_own(
         if has_driver:
             settings["mlflow"] = {"backend_store_uri": f"postgresql://mlflow@127.0.0.1:{port}/mlflow"}
         names = ("prefect", "mlflow") if has_driver else ("prefect",)
-        running = services.up(state_dir, names, arguments=services.server_arguments(infra(**settings)))
+        running = services.up(state_dir, names, arguments=infra(**settings).server_arguments())
         auth = httpx.BasicAuth(*running.prefect_auth_string.split(":"))
         made = httpx.post(f"{running.prefect_ui_url}/api/flows/", json={"name": "a-flow"}, auth=auth)
         assert made.status_code == 201

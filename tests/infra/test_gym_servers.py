@@ -10,11 +10,11 @@ import httpx
 import psutil
 import pytest
 
-from roundhouse.compat.nemo_gym.config.resolve import resolve
-from roundhouse.compat.nemo_gym.config.sources import SearchRoots
-from roundhouse.compat.nemo_gym.servers.commands import Foreign, commands
-from roundhouse.compat.nemo_gym.servers.start import GymServers, StartOptions
 from roundhouse.errors import InfraError
+from roundhouse.plugins.nemo_gym.config.resolve import resolve
+from roundhouse.plugins.nemo_gym.config.sources import SearchRoots
+from roundhouse.plugins.nemo_gym.servers.commands import Foreign, commands
+from roundhouse.plugins.nemo_gym.servers.start import GymServers, StartOptions
 from tests.gym.playground import serving_counter
 from tests.ports import free_port
 

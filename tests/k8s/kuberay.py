@@ -22,7 +22,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from roundhouse.generation.deployment import ServeEndpoint
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
 from roundhouse.weight_sync.replica_state import application_digest
 from tests.k8s.validation import CRDS, crd_of
 from tests.waiting import until

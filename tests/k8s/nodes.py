@@ -20,10 +20,10 @@ import pytest
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
-from roundhouse.infra.kubernetes.job import RunJobs
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.job import RunJobs
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
 from tests.k8s.stand import cluster_of
 
 Object = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from roundhouse.config.environments import CalculatorEnvironment
+from roundhouse.config.included_environments import CalculatorEnvironment
 from roundhouse.environments import load
 from tests.k8s.nodes import ROLES, Nodes, fresh_namespace, images
 from tests.k8s.validation import ROOT

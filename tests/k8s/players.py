@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from roundhouse.errors import InfraError
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
-from roundhouse.infra.kubernetes.watching import Watched
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.watching import Watched
 from tests.k8s.api_server import ApiState
 
 Object = dict[str, Any]

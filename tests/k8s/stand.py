@@ -14,10 +14,10 @@ from kubernetes import client, config
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
-from roundhouse.infra.kubernetes.cluster import Cluster
-from roundhouse.infra.kubernetes.job import RunJobs
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.plugins.kubernetes.cluster import Cluster
+from roundhouse.plugins.kubernetes.job import RunJobs
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
 from tests.k8s.api_server import ApiState, api_server
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.fault_proxy import Faults, fault_proxy

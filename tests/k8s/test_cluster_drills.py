@@ -20,7 +20,7 @@ import yaml
 from urllib3.exceptions import HTTPError
 
 from roundhouse.collection.collector import FLUSH_SECONDS
-from roundhouse.infra.kubernetes.cluster import ApiRefused
+from roundhouse.plugins.kubernetes.cluster import ApiRefused
 from tests.k8s.overlay import Deployed, deployed_overlay
 from tests.waiting import until
 

@@ -19,9 +19,9 @@ import s3fs
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.infra.kubernetes.job import is_under_way
-from roundhouse.infra.kubernetes.stage_jobs import PLACE, RANKS_PLACE
-from roundhouse.stages import train as stage
+from roundhouse.plugins.kubernetes.job import is_under_way
+from roundhouse.plugins.kubernetes.stage_jobs import PLACE, RANKS_PLACE
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -56,7 +56,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     for iteration in (1, 2):
         base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, place / "cache"))
         written.append(checkpoint_digests(base))
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return written
 
 
@@ -121,7 +121,7 @@ class Ranks:
 @pytest.fixture
 def ranks(nodes: Nodes, bucket: Bucket, tmp_path: Path) -> Iterator[Ranks]:  # noqa: F811
     yield Ranks(nodes, bucket, tmp_path)
-    stage.release_trainer()
+    trainer_home.release_trainers()
 
 
 def test_ranks_in_two_pods_write_what_two_ranks_of_one_machine_write_and_stay_until_released(
@@ -135,7 +135,7 @@ def test_ranks_in_two_pods_write_what_two_ranks_of_one_machine_write_and_stay_un
     assert ranks.running() == pods
     assert len(pods) == PODS
     began = time.monotonic()
-    stage.release_trainer()
+    trainer_home.release_trainers()
     print(f"released after {time.monotonic() - began:.1f} s")
     assert ranks.jobs() == []
     ranks.gone()
@@ -171,7 +171,7 @@ def test_a_pod_that_is_lost_is_named_and_the_next_attempt_writes_the_same_in_oth
     assert ranks.train(2, lambda: lose(ranks)) == expected[1]
     assert not before & ranks.running()
     assert len(ranks.running()) == PODS
-    stage.release_trainer()
+    trainer_home.release_trainers()
     ranks.gone()
 
 
@@ -192,5 +192,5 @@ def test_ranks_go_with_the_pod_of_their_flow(
     ranks.nodes.cluster.delete(f"{ranks.nodes.path('pods')}/flow", propagation="Background")
     ranks.gone()
     assert ranks.train(2, lambda: None) == expected[1]
-    stage.release_trainer()
+    trainer_home.release_trainers()
     ranks.gone()

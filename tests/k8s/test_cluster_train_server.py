@@ -21,7 +21,7 @@ import yaml
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import InfraError
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -150,7 +150,7 @@ class Server:
 def server(nodes: Nodes, bucket: Bucket, tmp_path: Path) -> Iterator[Server]:  # noqa: F811
     served = Server(nodes, bucket, tmp_path)
     yield served
-    stage.release_trainer()
+    trainer_home.release_trainers()
     served.delete()
 
 

@@ -26,11 +26,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundhouse.compat.nemo_gym.config.instances import RESERVED
-from roundhouse.compat.nemo_gym.owned import resolved_for_pods
-from roundhouse.compat.nemo_gym.servers.pods import HEAD, GymPlan, plan_pods
-from roundhouse.config.environments import NemoGymEnvironment
-from roundhouse.config.gym_servers import HEAD_VARIABLE
+from roundhouse.config.environments import SERVERS_VARIABLE
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -38,22 +34,26 @@ from roundhouse.config.placement import placement
 from roundhouse.environments.calculator import Calculator
 from roundhouse.errors import ConfigError, InfraError
 from roundhouse.http.asgi import ALLOWED_HOSTS
-from roundhouse.infra.checks import kubernetes as checks
-from roundhouse.infra.kubernetes.names import server_label
-from roundhouse.infra.kubernetes.stage_jobs import gym_secret
+from roundhouse.plugins.kubernetes import checks
+from roundhouse.plugins.kubernetes.names import server_label
+from roundhouse.plugins.kubernetes.stage_jobs import gym_secret
+from roundhouse.plugins.nemo_gym.config.instances import RESERVED
+from roundhouse.plugins.nemo_gym.owned import resolved_for_pods
+from roundhouse.plugins.nemo_gym.section import NemoGymEnvironment
+from roundhouse.plugins.nemo_gym.servers.pods import HEAD, GymPlan, plan_pods
 from roundhouse.stages.collect import collect_iteration, read_rollouts
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import own_gym
 from roundhouse.store.run import Run, open_run
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import opened
-from tests.gym.model_server.fake_engine import FakeEngine
-from tests.gym.nemo.test_start import CALCULATOR, plays_calculator
 from tests.gym.playground import serving
 from tests.k8s.players import run_container
 from tests.k8s.stand import Stand
 from tests.k8s.test_shard_jobs import may
 from tests.k8s.validation import ROOT, pod_specs, problems, unrestricted
+from tests.plugins.nemo_gym.test_start import CALCULATOR, plays_calculator
+from tests.plugins.programs.model_server.fake_engine import FakeEngine
 from tests.ports import free_ports, listens
 from tests.waiting import until
 
@@ -217,7 +217,7 @@ def test_two_iterations_are_played_by_pods_one_of_which_dies_between_them(
     assert [plural for plural in ("services", "secrets") if stand.found(plural)] == []
     for plural in ("jobs", "pods"):
         assert [name_of(item) for item in stand.found(plural)] == ["calc_agent"], "what failed, to be looked at"
-    assert HEAD_VARIABLE not in os.environ
+    assert SERVERS_VARIABLE not in os.environ
 
 
 def test_a_shard_in_a_pod_finds_the_head_server_and_needs_no_file_of_the_configuration(
@@ -282,8 +282,8 @@ socket.getaddrinfo = local
 FLOW = f"""
 import json, re, sys, time
 from pathlib import Path
-from roundhouse.config.environments import NemoGymEnvironment
-from roundhouse.config.gym_servers import HEAD_VARIABLE
+from roundhouse.plugins.nemo_gym.section import NemoGymEnvironment
+from roundhouse.config.environments import SERVERS_VARIABLE
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.stages.refit import own_gym

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roundhouse.infra.kubernetes.stage_pod import USER
+from roundhouse.plugins.kubernetes.stage_pod import USER
 from tests.k8s.validation import pod_specs, written
 from tools import set_images
 

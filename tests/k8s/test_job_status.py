@@ -10,7 +10,7 @@ import pytest
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.infra.kubernetes.job_status import (
+from roundhouse.plugins.kubernetes.job_status import (
     INDEX,
     SLACK_SECONDS,
     Failed,
@@ -19,8 +19,8 @@ from roundhouse.infra.kubernetes.job_status import (
     Waiting,
     judge,
 )
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
 
 Object = dict[str, Any]
 

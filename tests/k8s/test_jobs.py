@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
-from roundhouse.infra.kubernetes import job_status
-from roundhouse.infra.kubernetes.cluster import ApiRefused
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.plugins.kubernetes import job_status
+from roundhouse.plugins.kubernetes.cluster import ApiRefused
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
 from tests.k8s.api_server import ApiState
 from tests.k8s.fault_proxy import EXPIRED, Fault
 from tests.k8s.stand import Stand

@@ -17,9 +17,9 @@ import yaml
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.config.training import ProcessService
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob, gym_secret
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob, gym_secret
 from roundhouse.store.location import Location
 from roundhouse.training.service.job_entry import RANKS_MEET_BY_FILE, torchrun
 from tests.k8s.control_plane import ControlPlane

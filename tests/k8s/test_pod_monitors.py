@@ -13,9 +13,9 @@ import yaml
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.training import ProcessService
-from roundhouse.infra.kubernetes.cluster import ApiRefused
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
+from roundhouse.plugins.kubernetes.cluster import ApiRefused
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.stand import cluster_of
 from tests.k8s.validation import OVERLAYS, POD_MONITOR_GROUP, ROOT, crd_of, problems, rendered, rendered_at

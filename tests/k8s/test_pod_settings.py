@@ -18,13 +18,13 @@ from roundhouse.config.kubernetes import KubernetesInfra, RayServiceEngine, Tole
 from roundhouse.config.section import RECORDED
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import InfraError
-from roundhouse.infra.kubernetes import cluster, rayservice
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.serve_config import Told
-from roundhouse.infra.kubernetes.stage_jobs import GymJob, TrainJob
-from roundhouse.infra.kubernetes.stage_pod import pod
-from roundhouse.launch.kubernetes_jobs import KubernetesLauncher
+from roundhouse.plugins.kubernetes import cluster, rayservice
+from roundhouse.plugins.kubernetes.launcher import KubernetesLauncher
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.rayservice import RayServiceServed, ServedRun
+from roundhouse.plugins.kubernetes.serve_config import Told
+from roundhouse.plugins.kubernetes.stage_jobs import GymJob, TrainJob
+from roundhouse.plugins.kubernetes.stage_pod import pod
 from tests.k8s.test_shard_jobs import manifest as shard_manifest
 
 Object = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundhouse.infra.kubernetes.ray_template import differences, template_digest
+from roundhouse.plugins.kubernetes.ray_template import differences, template_digest
 from tests.k8s.validation import ROOT
 
 Object = dict[str, Any]

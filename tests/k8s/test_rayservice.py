@@ -21,9 +21,9 @@ from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import ConfigError, DeploymentFailed, InfraError
-from roundhouse.infra.kubernetes import rayservice
-from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.serve_config import (
+from roundhouse.plugins.kubernetes import rayservice
+from roundhouse.plugins.kubernetes.rayservice import RayServiceServed, ServedRun
+from roundhouse.plugins.kubernetes.serve_config import (
     application_in,
     as_handed_on,
     exact_request,

@@ -22,7 +22,6 @@ from roundhouse.store.run import open_run
 from roundhouse.store.stage import Reference, read_manifest
 from roundhouse.weight_sync.replica_state import RefitOptions
 from roundhouse.weight_sync.tensor_files import digest_of
-from roundhouse.weight_sync.transfer import TransferSource
 from tests.generation import tiny
 from tests.generation.cluster import ray_head
 from tests.k8s.kuberay import Operator, RealServe, install_crd
@@ -50,6 +49,7 @@ def proof(refitted: Reference) -> dict[str, Any]:
 def test_a_run_starts_the_application_of_a_rayservice_and_refits_its_replica_in_place(
     stand: Stand, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source = pytest.importorskip("roundhouse.plugins.transfer.transport").TransferSource
     monkeypatch.setenv("KUBECONFIG", str(stand.kubeconfig))
     bucket, name = f"rh-{uuid.uuid4().hex[:12]}", "engine"
     s3fs.S3FileSystem().call_s3("create_bucket", Bucket=bucket)
@@ -79,7 +79,7 @@ def test_a_run_starts_the_application_of_a_rayservice_and_refits_its_replica_in_
             engine, generation = engine_service(run), run.config.generation
             with socket.socket() as taken:
                 taken.bind(("127.0.0.1", 0))  # nobody listens there: a sender that has gone
-                gone = TransferSource(
+                gone = source(
                     dtype="float32",
                     address="127.0.0.1",
                     port=taken.getsockname()[1],

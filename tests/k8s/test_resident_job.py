@@ -15,15 +15,16 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, InfraError
-from roundhouse.infra.kubernetes import stage_jobs
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import TrainJob
 from roundhouse.launch.base import Launcher, Program, Stopped, open_launcher
 from roundhouse.launch.resident_ranks import ResidentRanks
-from roundhouse.stages import train as stage
+from roundhouse.plugins.kubernetes import stage_jobs
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import TrainJob
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
-from roundhouse.stages.train import open_service, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainers import open_service
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run
 from tests.k8s.stand import Stand
@@ -58,7 +59,7 @@ def test_a_pod_that_stays_writes_what_a_resident_trainer_writes_and_goes_with_it
     assert len(fake.kubelet.pods) == 1, "kept between iterations"
     (job,) = fake.found("jobs")
     assert job["spec"]["activeDeadlineSeconds"] == stage_jobs.SERVER_SECONDS
-    stage.release_trainer()
+    trainer_home.release_trainers()
     until(lambda: fake.found("jobs") == [])
 
 
@@ -76,7 +77,7 @@ def test_a_pod_that_is_killed_is_named_and_the_next_attempt_starts_another(
         service.facts()
     service.close()
     train_iteration(run, 1, batch, base, tmp_path / "cache")
-    stage.release_trainer()
+    trainer_home.release_trainers()
     assert len(fake.kubelet.pods) == 2
 
 

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.models import GenerationConfig
 from roundhouse.errors import DataError
-from roundhouse.infra.checks import kubernetes as checks
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
-from roundhouse.infra.kubernetes.job import Unwanted
-from roundhouse.infra.kubernetes.rayservice import RayServiceServed, ServedRun
-from roundhouse.infra.kubernetes.stage_jobs import PLACE
+from roundhouse.plugins.kubernetes import checks
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.job import Unwanted
+from roundhouse.plugins.kubernetes.rayservice import RayServiceServed, ServedRun
+from roundhouse.plugins.kubernetes.stage_jobs import PLACE
 from tests.k8s.api_server import api_server
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.kuberay import FakeServe, Operator, answering, install_crd

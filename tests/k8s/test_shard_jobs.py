@@ -25,9 +25,9 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.placement import placement
 from roundhouse.config.rollout import JobShards
 from roundhouse.errors import ConfigError, InfraError, RoundhouseError
-from roundhouse.infra.kubernetes.job import Unwanted
-from roundhouse.infra.kubernetes.names import StageIdentity
-from roundhouse.infra.kubernetes.stage_jobs import PLACE, ShardJob
+from roundhouse.plugins.kubernetes.job import Unwanted
+from roundhouse.plugins.kubernetes.names import StageIdentity
+from roundhouse.plugins.kubernetes.stage_jobs import PLACE, ShardJob
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.metric_catalogue import meaning_of
 from roundhouse.store.run import Run, open_run

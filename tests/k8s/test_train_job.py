@@ -12,7 +12,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, StoreError
-from roundhouse.infra.kubernetes import stage_jobs
+from roundhouse.plugins.kubernetes import stage_jobs
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration

@@ -51,6 +51,7 @@ def meant(items: list[dict[str, Any]], selector: dict[str, Any]) -> set[str]:
 
 
 def test_a_run_on_kubernetes_may_name_it() -> None:
+    pytest.importorskip("roundhouse.plugins.transfer")
     config = parse_config(
         {
             "run_id": "a",

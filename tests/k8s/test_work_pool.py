@@ -23,7 +23,7 @@ import yaml
 
 from roundhouse.config.deployments import JobTemplate, read_deployments, read_template
 from roundhouse.config.loading import load_config
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.control_plane import ControlPlane
 from tests.k8s.players import Kubelet, run_container
 from tests.k8s.stand import Stand, cluster_of, real_stand

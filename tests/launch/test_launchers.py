@@ -23,7 +23,7 @@ from roundhouse.infra import processes
 from roundhouse.launch import ray_actors
 from roundhouse.launch.base import Launcher, Program, Say, Stopped, open_launcher
 from roundhouse.launch.subprocesses import SubprocessLauncher
-from roundhouse.stages import train
+from roundhouse.stages import train_program
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
 from roundhouse.training.service.job_entry import REPORT
@@ -133,11 +133,11 @@ def test_a_run_may_name_a_launcher_of_its_own(tmp_path: Path) -> None:
 
 def test_a_step_is_started_by_the_launcher_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, opened = "tests.launch.test_launchers:OwnLauncher", mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(train, "open_launcher", opened)
-    monkeypatch.setattr(train, "trained_since_state", lambda base: (base, []))
+    monkeypatch.setattr(train_program, "open_launcher", opened)
+    monkeypatch.setattr(train_program, "trained_since_state", lambda base: (base, []))
     tree = {"run_id": "r", "store": str(tmp_path), "train": {"service": {"kind": "process", "launcher": name}}}
     with pytest.raises(InterruptedError):
-        train._in_process(open_run(parse_config(tree)), 1, mock.Mock(), mock.Mock(), tmp_path, print, "1")
+        train_program.run_step(open_run(parse_config(tree)), 1, mock.Mock(), mock.Mock(), tmp_path, print, "1")
     assert opened.call_args.args[0] == name
 
 

@@ -18,10 +18,11 @@ from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.launch.base import open_launcher
 from roundhouse.launch.resident_ranks import ResidentRanks
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
-from roundhouse.stages.train import open_service, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainers import open_service
 from roundhouse.store.run import Run, open_run
 from tests.launch.test_launchers import of_programs, program
 from tests.ray_nodes import two_ray_nodes
@@ -67,7 +68,7 @@ def trained(run: Run, cache: Path) -> dict[str, str]:
     base = starting_policy(run)
     for iteration in (1, 2):
         base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, cache))
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return checkpoint_digests(base)
 
 

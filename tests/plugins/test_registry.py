@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from roundhouse import plugins
 from roundhouse.cli import app
 from roundhouse.config.consent import unnamed_code
+from roundhouse.config.defaults import OWN, default_rates
 from roundhouse.config.kinds import Kinds, kind_of
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
@@ -23,10 +24,12 @@ from roundhouse.errors import ConfigError
 from roundhouse.generation.deployment import engine_arguments
 from roundhouse.generation.serve_app import make_engine
 from roundhouse.infra.services import needed_services
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.rollout.clients import open_environment, verdict_on
+from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.report import sink_class
 from roundhouse.stages.task_survey import has_local_rows
-from roundhouse.stages.train import open_service
+from roundhouse.stages.trainers import open_service
 from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.loss import loss_function
 from tests.plugins.packages import MAZE, install
@@ -134,7 +137,7 @@ def test_a_built_in_name_that_a_package_declares_is_refused_with_the_package(sit
         parse_config({"run_id": "r", "environment": {"kind": "sort"}})
     with pytest.raises(ConfigError, match=r"sink\.mlflow is built in"):
         plugins.factory("sink", "mlflow")
-    assert parse_config({"run_id": "r", "environment": {"kind": "lookup"}}).environment.kind == "lookup"
+    assert parse_config({"run_id": "r", "environment": {"kind": "countdown"}}).environment.kind == "countdown"
     problems = [problem for declared, problem in plugins.declarations() if declared.package == "rh-other 2.0"]
     assert [problem.partition(",")[0] for problem in problems] == [
         "environment.sort is built in",
@@ -193,6 +196,35 @@ def test_a_package_adds_a_train_service_with_its_checks_and_its_place(site: Path
         parse_config({"run_id": "r", "train": {"service": {"kind": "lent"}, "lora": {}}})
 
 
+def test_a_package_adds_a_starting_policy(site: Path, tmp_path: Path) -> None:
+    source = """
+    from typing import Literal
+    from roundhouse.config.training import PolicySection
+    from roundhouse.plugins import Plugin
+    from roundhouse.policy.starting import StartingPolicy
+    class BlankSection(PolicySection):
+        kind: Literal["blank"]
+        layers: int = 1
+    class Blank(StartingPolicy):
+        def make(self, run, work):
+            self.write_untrained(run, work)
+            return work, {"layers": self.section.layers}
+        def write_untrained(self, run, directory):
+            (directory / "config.json").write_text("{}")
+        def prompts(self, tools, system, *, remote):
+            return None
+    BLANK = Plugin(Blank, BlankSection)
+    """
+    install(site, "rh-blank", {"policy.blank": "rh_blank:BLANK"}, {"rh_blank": source})
+    config = parse_config({"run_id": "r", "policy": {"kind": "blank", "layers": 3}})
+    run: Any = None
+    assert starting_policy_of(config).make(run, tmp_path) == (tmp_path, {"layers": 3})
+    assert (default_rates(config), config.policy.model) == (OWN, None)
+    refuse_unready(config, remote=False)
+    with pytest.raises(ConfigError, match=r"policy\.layrs: unknown key. Did you mean .layers"):
+        parse_config({"run_id": "r", "policy": {"kind": "blank", "layrs": 3}})
+
+
 def test_a_package_adds_a_loss_with_its_traits(site: Path) -> None:
     source = """
     from roundhouse.config.algorithms import LossTraits
@@ -224,6 +256,36 @@ def test_a_package_adds_a_loss_with_its_traits(site: Path) -> None:
         with pytest.raises(ConfigError) as error:
             parse_config({"run_id": "r", "train": train})
         assert text in str(error.value)
+
+
+def test_a_package_adds_a_weight_transport_with_its_check_and_its_traits(site: Path) -> None:
+    source = """
+    from roundhouse.config.generation import TransportTraits
+    from roundhouse.plugins import Plugin
+    from roundhouse.weight_sync.base import CheckpointTransport
+
+    class Mirror(CheckpointTransport):
+        def check(self, run):
+            if run.generation.dtype == "float16":
+                raise ValueError(f"generation.weight_sync is {self.kind}, but generation.dtype is float16.")
+
+    MIRROR, PLAIN = Plugin(Mirror, traits=TransportTraits(sends_checkpoint=True)), Plugin(Mirror)
+    """
+    names = {"weight_transport.mirror": "rh_mirror:MIRROR", "weight_transport.plain": "rh_mirror:PLAIN"}
+    install(site, "rh-mirror", names, {"rh_mirror": source})
+    server = {"backend": "openai", "endpoint": {"url": "http://127.0.0.1:1", "model": "policy"}}
+    assert (
+        parse_config({"run_id": "r", "generation": server | {"weight_sync": "mirror"}}).generation.backend == "openai"
+    )
+    for generation, text in (
+        (server | {"weight_sync": "plain"}, "but generation.weight_sync is plain. Set it to store"),
+        (
+            {"weight_sync": "plain", "dtype": "float16"},
+            "generation.weight_sync is plain, but generation.dtype is float16",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            parse_config({"run_id": "r", "generation": generation})
 
 
 def test_a_package_adds_a_source_of_rows(site: Path) -> None:
@@ -326,25 +388,36 @@ def test_a_package_adds_commands_and_a_broken_one_disturbs_only_its_own(site: Pa
     WALK, MAZES = Plugin(walk, traits="Walk through a maze."), Plugin(mazes, traits="All about mazes.")
     """
     names = {"command.walk": "rh_walk:WALK", "command.mazes": "rh_walk:MAZES"}
+    names |= {f"command.{group} walk": "rh_walk:WALK" for group in ("runs", "mazes", "paths")}
     install(site, "rh-walk", names, {"rh_walk": source})
-    install(site, "rh-broken", {"command.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
+    install(
+        site,
+        "rh-broken",
+        {"command.hole": "rh_broken:HOLE", "command.runs hole": "rh_broken:HOLE"},
+        {"rh_broken": "import no_such_package\n"},
+        "0.3",
+    )
     listed = CliRunner().invoke(app, ["--help"], terminal_width=200).output
     assert "Walk through a maze." in listed
     assert "All about mazes." in listed
     assert "train" in listed
     assert CliRunner().invoke(app, ["walk", "--steps", "7"]).output == "7 steps\n"
     assert CliRunner().invoke(app, ["mazes", "draw"]).output == "3 steps\n"
+    for group in ("runs", "mazes", "paths"):
+        assert "Walk through a maze." in CliRunner().invoke(app, [group, "--help"], terminal_width=200).output
+        assert CliRunner().invoke(app, [group, "walk"]).output == "3 steps\n"
     assert "rh-broken 0.3, which cannot be imported" in str(CliRunner().invoke(app, ["hole"]).exception)
+    assert "rh-broken 0.3, which cannot be imported" in str(CliRunner().invoke(app, ["runs", "hole"]).exception)
 
 
 def test_the_command_lists_plugins_and_fails_for_one_that_cannot_be_used(site: Path) -> None:
     install(site, "rh-broken", {"environment.hole": "rh_broken:HOLE"}, {"rh_broken": "import no_such_package\n"}, "0.3")
-    listed = CliRunner().invoke(app, ["plugins", "--json"])
+    listed = CliRunner().invoke(app, ["plugins", "list", "--json"])
     assert listed.exit_code == 1
     problems = {each["plugin"]: each["problem"] for each in json.loads(listed.output)}
     assert "no_such_package" in problems["environment.hole"]
     assert problems["environment.maze"] == ""
-    assert "environment.maze  rh-maze 1.0\n" in CliRunner().invoke(app, ["plugins"]).output
+    assert "environment.maze  rh-maze 1.0\n" in CliRunner().invoke(app, ["plugins", "list"]).output
 
 
 def test_each_built_in_kind_has_its_section_and_factory() -> None:

@@ -46,10 +46,18 @@ def test_without_a_folder_commands_and_configuration_work_and_its_kinds_are_unkn
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
     shown = CliRunner().invoke(app, ["train", str(QUICKSTART), "--dry-run", "--set", f"store={tmp_path}/store"])
     assert shown.exit_code == 0, shown.output
-    assert f"({name})" not in page()
+    reference = page()
     for key in declared:
         role, _, kind = key.partition(".")
+        assert f" {role.rpartition('_')[2]} ({kind})" not in reference
         assert kind not in plugins.names(role)
+        with pytest.raises(ConfigError, match=f"unknown {role} '{kind}'"):
+            plugins.factory(role, kind)
+        if role == "command":
+            assert CliRunner().invoke(app, [*kind.split(), "--help"]).exit_code == 2
         if role == "environment":
             with pytest.raises(ConfigError, match=f"'{kind}' is unknown"):
                 parse_config({"run_id": "r", "environment": {"kind": kind}})
+        if role == "weight_transport":
+            with pytest.raises(ConfigError, match=f"unknown transport {kind}. Available: store, "):
+                parse_config({"run_id": "r", "generation": {"weight_sync": kind}})

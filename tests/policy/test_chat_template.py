@@ -4,7 +4,7 @@ import pytest
 
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
-from roundhouse.generation.chat import breaks_on_null, template_messages
+from roundhouse.generation.chat import MessageForms, template_messages
 from roundhouse.policy.model_directory import ChatTemplate, refuse_unfit_template
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE, blank_tokenizer
 from roundhouse.rollout.responses import chat_tools
@@ -70,10 +70,23 @@ def test_a_template_without_the_system_prompt_is_refused() -> None:
 
 def test_no_content_beside_a_call_is_empty_text_for_templates_that_break_on_null() -> None:
     tokenizer = blank_tokenizer()
-    assert not breaks_on_null(tokenizer)
+    assert MessageForms.of_template(tokenizer) == MessageForms()
     for broken in (PLAIN, PLAIN.replace("+ message['content'] +", "~ message['content'] ~")):
         tokenizer.chat_template = broken
-        assert breaks_on_null(tokenizer)
+        assert MessageForms.of_template(tokenizer) == MessageForms("")
     call = {"role": "assistant", "content": None, "tool_calls": []}
     assert template_messages([call])[0]["content"] is None
-    assert template_messages([call], "")[0]["content"] == ""
+    assert template_messages([call], MessageForms(""))[0]["content"] == ""
+
+
+def test_arguments_are_text_for_templates_that_refuse_an_object() -> None:
+    tokenizer = blank_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    forms = MessageForms.of_template(tokenizer)
+    assert forms == MessageForms(None, text_arguments=True)
+    for arguments in ({"a": 2}, '{"a": 2}'):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        assert template_messages([call], forms)[0]["tool_calls"][0]["function"]["arguments"] == '{"a": 2}'

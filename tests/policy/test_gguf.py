@@ -12,11 +12,10 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import reachability
-from roundhouse.policy import gguf, model_directory
+from roundhouse.policy import existing, gguf, model_directory
 from roundhouse.policy.model_directory import template_in
 from roundhouse.policy.tokenizer import CHAT_TEMPLATE
-from roundhouse.stages import policy as stages_policy
-from roundhouse.stages import preflight
+from roundhouse.stages import machine_fit, preflight
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_files
 from roundhouse.store.run import open_run
@@ -78,7 +77,7 @@ CONFIG = parse_config(
     {
         "run_id": "r",
         "policy": {"kind": "bundled", "name": "smollm2-135m-instruct"},
-        "environment": {"kind": "short_questions"},
+        "environment": {"kind": "sort"},
     }
 )
 
@@ -95,11 +94,11 @@ def test_a_missing_package_is_named_with_the_command_by_run_and_doctor(monkeypat
 
 
 def test_too_little_memory_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "available_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr(machine_fit, "available_memory", lambda: 2 * 2**30)
     with pytest.raises(ConfigError, match=r"about 6 GiB of memory, and 2.0 GiB are free"):
-        preflight.refuse_small_memory(CONFIG, 6)
-    monkeypatch.setattr(preflight, "available_memory", lambda: 7 * 2**30)
-    preflight.refuse_small_memory(CONFIG, 6)
+        machine_fit.refuse_small_memory(CONFIG, 6)
+    monkeypatch.setattr(machine_fit, "available_memory", lambda: 7 * 2**30)
+    machine_fit.refuse_small_memory(CONFIG, 6)
 
 
 @with_gguf
@@ -134,10 +133,10 @@ def test_a_template_by_configuration_takes_the_place_of_the_models_own(
 ) -> None:
     """The model's own template ignores tools: without the key the run is refused. The converted model in the cache stays
     unchanged."""
+    monkeypatch.delenv("ROUNDHOUSE_CACHE", raising=False)  # that of the suite
     file = tiny_gguf(tmp_path / "source")
-    for module in (preflight, stages_policy):
-        monkeypatch.setattr(module, "bundled_file", lambda name: file)
-    monkeypatch.setattr(preflight, "available_memory", lambda: 7 * 2**30)
+    monkeypatch.setattr(existing, "bundled_file", lambda name: file)
+    monkeypatch.setattr(machine_fit, "available_memory", lambda: 7 * 2**30)
     model = {"name": "smollm2-135m-instruct"} if kind == "bundled" else {"path": str(file.parent)}
     tree = {
         "run_id": "templated",

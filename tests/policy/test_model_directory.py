@@ -117,6 +117,28 @@ def test_a_context_beyond_the_models_positions_is_refused_with_both_numbers(
         check_model_directory(model, 256)
 
 
+def test_a_token_without_an_embedding_is_refused_while_spare_embeddings_are_not(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    highest = max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"]))
+    for rows in (highest + 1, highest + 64):
+        with_settings(model, vocab_size=rows)
+        check_model_directory(model)
+    with_settings(model, vocab_size=highest)
+    assert f"tokenizer.json has token {highest}, but the model has {highest} embeddings" in refused(model)
+    with_settings(model, vocab_size=highest + 1)
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": highest + 1, "content": "<one more>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "resize_token_embeddings" in refused(model)
+
+
+@pytest.mark.parametrize("ends", [99_999, [0, 99_999]])
+def test_an_end_of_turn_that_the_tokenizer_lacks_is_refused(model: Path, ends: int | list[int]) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0]}))
+    check_model_directory(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert "generation_config.json has eos_token_id 99999, which the tokenizer lacks" in refused(model)
+
+
 def test_missing_weights_are_named(model: Path) -> None:
     (model / "model.safetensors").unlink()
     assert "has no safetensors files" in refused(model)

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundhouse.environments import Calculator, GuessNumber, Sort
+from roundhouse.environments import Calculator, Sort
 from roundhouse.environments.base import Environment
+from roundhouse.environments.calculator import ArithmeticChain
 from roundhouse.policy.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, blank_tokenizer, render, train_tokenizer
 from roundhouse.rollout.responses import chat_tools
 
-ENVIRONMENTS = [Calculator(), Sort(digits=4), GuessNumber()]
+ENVIRONMENTS = [Calculator(), Sort(digits=4), ArithmeticChain(problems=400)]
 
 
 @functools.cache

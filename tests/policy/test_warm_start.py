@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundhouse.config.models import WarmStartPolicy
-from roundhouse.environments import Calculator, GuessNumber, Sort
+from roundhouse.environments import Calculator, Sort
 from roundhouse.environments.base import Environment
+from roundhouse.environments.calculator import ArithmeticChain
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.policy import warm_start
 from roundhouse.policy.tokenizer import blank_tokenizer, render, train_tokenizer
@@ -35,7 +36,9 @@ def digests(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
 
 
-@pytest.mark.parametrize("environment", [Calculator(), Sort(digits=3), GuessNumber()], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "environment", [Calculator(), Sort(digits=3), ArithmeticChain(problems=400)], ids=lambda each: each.name
+)
 def test_the_loss_covers_exactly_what_the_assistant_says(environment: Environment) -> None:
     tools = chat_tools(environment.tool_schemas())
     conversations = environment.demonstrations("train", 300, 0.5, seed=0)
@@ -161,6 +164,7 @@ def test_training_lowers_the_loss_and_tells_its_progress(tmp_path: Path) -> None
 @pytest.mark.usefixtures("few")
 def test_nothing_is_left_in_place_when_it_fails(tmp_path: Path) -> None:
     def stop(step: int, steps: int, loss: float) -> None:
+        assert steps == 4, "those of the configuration"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

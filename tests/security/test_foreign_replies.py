@@ -6,10 +6,6 @@ import httpx
 import orjson
 import pytest
 
-from roundhouse.compat.nemo_gym import owned
-from roundhouse.compat.nemo_gym.clients.connection import Connection, look_up
-from roundhouse.compat.nemo_gym.clients.model import read_chat
-from roundhouse.compat.nemo_gym.servers.head import read_instances
 from roundhouse.config.models import GenerationConfig
 from roundhouse.config.yaml_text import load_yaml
 from roundhouse.errors import InfraError, RoundhouseError
@@ -18,6 +14,10 @@ from roundhouse.generation.client import read_completion
 from roundhouse.generation.openai_engine import OpenAIEngine, TextEngine
 from roundhouse.generation.protocol import BadReply
 from roundhouse.http.replies import MALFORMED
+from roundhouse.plugins.nemo_gym import owned
+from roundhouse.plugins.nemo_gym.clients.connection import Connection, look_up
+from roundhouse.plugins.nemo_gym.clients.model import read_chat
+from roundhouse.plugins.nemo_gym.servers.head import read_instances
 from roundhouse.trajectories.storable import call_problem
 from tests.security.mutants import CALLS, attack, mutants, texts
 
@@ -113,7 +113,7 @@ def test_an_ending_that_no_column_holds_is_a_bad_reply(finish: Any) -> None:
 def test_a_list_of_servers_is_valid_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"process_name": "a", "server_type": "responses_api_agents", "url": None}
     assert read_instances(200, orjson.dumps([one]).decode(), "http://head") == [one]
-    monkeypatch.setenv(owned.HEAD_VARIABLE, "http://head")
+    monkeypatch.setenv(owned.SERVERS_VARIABLE, "http://head")
     for text in texts([{**one, "url": "http://a"}]):
         transport = httpx.MockTransport(lambda request, text=text: httpx.Response(200, content=text))
         monkeypatch.setattr(

@@ -12,13 +12,13 @@ import httpx
 import httpx2
 import pytest
 
-from roundhouse.compat.nemo_gym.clients.connection import Connection
-from roundhouse.config.environments import Rubric
 from roundhouse.config.models import GenerationConfig, Sampling
+from roundhouse.config.rubrics import Rubric
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.http.clients import async_http_client, http_client
 from roundhouse.http.replies import ReplyRefused
+from roundhouse.plugins.nemo_gym.clients.connection import Connection
 from roundhouse.rollout.rubric import RubricJudge
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ import pytest
 from roundhouse.health import metrics_page
 from roundhouse.http import ports
 from roundhouse.http.asgi import ALLOWED_HOSTS, SameOrigin, is_loopback
-from roundhouse.view.server import create_app
 from tests.security.test_servers import MAINS
 
 OWN = "127.0.0.1:4200"
@@ -204,8 +203,8 @@ async def test_each_of_our_servers_refuses_other_sites(
         monkeypatch.delenv(variable)
     (tmp_path / "config.json").write_text("{}")
     if name == "gym server":
-        from roundhouse.compat.nemo_gym.servers import own_server as gym_serve
-        from roundhouse.compat.nemo_gym.servers.own_server import OwnServer
+        from roundhouse.plugins.nemo_gym.servers import own_server as gym_serve
+        from roundhouse.plugins.nemo_gym.servers.own_server import OwnServer
 
         monkeypatch.setattr(gym_serve, "own_server", lambda environ: OwnServer("own", "127.0.0.1", 1, Reached()))
         gym_serve.main()
@@ -217,7 +216,8 @@ async def test_each_of_our_servers_refuses_other_sites(
 
 
 async def test_the_viewer_refuses_other_sites(tmp_path: Path) -> None:
-    await _refuses_other_sites(create_app(str(tmp_path)))
+    viewer = pytest.importorskip("roundhouse.plugins.view.server")
+    await _refuses_other_sites(viewer.create_app(str(tmp_path)))
 
 
 def test_the_metrics_page_refuses_other_sites_and_is_this_machines_unless_told_otherwise(

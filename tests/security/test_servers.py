@@ -14,14 +14,8 @@ import pytest
 from typer.main import get_command
 
 from roundhouse.cli import app as commands
-from roundhouse.compat.nemo_gym import model_server
-from roundhouse.compat.nemo_gym.model_server import __main__ as model_server_main
-from roundhouse.compat.nemo_gym.model_server.__main__ import configuration
-from roundhouse.compat.nemo_gym.servers import resources
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.environments import CalculatorEnvironment
 from roundhouse.config.generation import TOKEN_VARIABLE as ENGINE_TOKEN
-from roundhouse.config.gym_servers import ModelServerConfig
+from roundhouse.config.included_environments import CalculatorEnvironment
 from roundhouse.config.training import TOKEN_VARIABLE as TRAIN_TOKEN
 from roundhouse.environments import load
 from roundhouse.errors import ConfigError
@@ -29,6 +23,12 @@ from roundhouse.generation import standalone
 from roundhouse.generation.chat_server import ENGINE_ROUTES, ChatServer
 from roundhouse.generation.standalone import StandaloneEngine
 from roundhouse.http.asgi import BodyLimit
+from roundhouse.plugins.nemo_gym.servers import resources
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
+from roundhouse.plugins.programs import model_server
+from roundhouse.plugins.programs.model_server import __main__ as model_server_main
+from roundhouse.plugins.programs.model_server.__main__ import configuration
+from roundhouse.plugins.programs.model_server.section import ModelServerConfig
 
 LIMIT = 10_000
 CANARY = "canary-77aa10"

@@ -6,7 +6,7 @@ from dataclasses import astuple
 from typing import Any
 
 from roundhouse.environments.base import TaskRow, Verdict, tool
-from roundhouse.environments.search import Game, GuessNumber
+from roundhouse.plugins.example_environments.search import Game, GuessNumber
 
 
 class Saved(GuessNumber):

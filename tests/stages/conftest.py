@@ -8,8 +8,8 @@ import pytest
 @pytest.fixture
 def no_resident_trainer() -> Iterator[None]:
     """Release the trainer that this process keeps between iterations, before and after the test."""
-    from roundhouse.stages.train import release_trainer
+    from roundhouse.stages.trainer_home import release_trainers
 
-    release_trainer()
+    release_trainers()
     yield
-    release_trainer()
+    release_trainers()

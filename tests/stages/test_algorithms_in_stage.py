@@ -10,7 +10,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -39,7 +39,7 @@ def two_iterations(run: Run, tmp_path: Path, *, restart: bool) -> tuple[Referenc
     checkpoint, metrics = starting_policy(run), []
     for iteration in (1, 2):
         if restart:
-            stage.release_trainer()
+            trainer_home.release_trainers()
         update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
         metrics.append(read_manifest(update).metrics)
         checkpoint = publish(run, update)

@@ -347,7 +347,7 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
             "environment.kind is command, whose own program plays.*Set environment.kind to remote or custom",
         ),
         (
-            {"environment": {"kind": "custom", "target": "tests.replays.judges:CannotBeReplayed"}},
+            {"environment": {"kind": "custom", "target": "tests.gym.lookups:CannotBeReplayed"}},
             r"environment \(custom\) has the restoration none.*declare it in its class",
         ),
         (

@@ -15,7 +15,8 @@ from roundhouse.stages.checkpoint import publish, publish_starting_policy, retai
 from roundhouse.stages.fork import fork_config, fork_run, offline_config
 from roundhouse.stages.policy import delete_run, starting_policy
 from roundhouse.stages.report import summarize
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, load_run, open_run
 from roundhouse.store.stage import model_location, read_manifest
@@ -194,11 +195,11 @@ def test_a_fork_without_changes_trains_the_very_version_that_its_parent_trained(
             parent,
             train_iteration(parent, iteration, test_train.sequences(parent, iteration), base, tmp_path / "cache"),
         )
-    release_trainer()
+    release_trainers()
     fork = fork_run(fork_config(store, "r", "fork", 2))
     start = starting_policy(fork)
     update = train_iteration(fork, 3, test_train.sequences(fork, 3), start, tmp_path / "cache")
-    release_trainer()
+    release_trainers()
     mine, parents = (
         {entry.path: entry.sha256 for entry in read_manifest(reference).model_files.named()}
         for reference in (publish(fork, update), base)

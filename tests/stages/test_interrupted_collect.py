@@ -18,7 +18,6 @@ from roundhouse.activity import ACTIVITY, Interrupted, Stalled, supervised
 from roundhouse.collection import collector
 from roundhouse.collection.in_process_runner import InProcessRunner
 from roundhouse.config.loading import parse_config
-from roundhouse.environments.search import GuessNumber
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.rollout.replay import JOURNAL
 from roundhouse.stages.collect import collect_iteration, read_rollouts
@@ -32,6 +31,7 @@ from tests import fork_server
 from tests.gym.playground import ScriptedPolicy, calls, says, turns_of, written
 from tests.stages.scripted_engine import ScriptedAnswer, ScriptedEngine
 
+search = pytest.importorskip("roundhouse.plugins.example_environments.search")
 pytestmark = pytest.mark.real
 
 TASKS, GROUP, CALLS = 2, 4, 6
@@ -289,7 +289,7 @@ def test_a_rollout_that_holds_the_thread_of_all_others_is_given_up_with_them_and
             raise
 
     with monkeypatch.context() as planted:
-        planted.setattr(GuessNumber, "verify", hold)
+        planted.setattr(search.GuessNumber, "verify", hold)
         while not ended_by:  # a slow machine is given up before a rollout has come so far, and the next attempt goes on
             with pytest.raises(Stalled, match="nothing has moved"):
                 supervised(lambda: collect_iteration(run, 1, weights, engine.url), "collect", "iteration 1", 1)

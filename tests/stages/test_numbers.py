@@ -26,7 +26,6 @@ from roundhouse.store.stage import read_manifest
 from roundhouse.tracking.mlflow import open_mlflow_run
 from roundhouse.trajectories.records import Ledger
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
-from roundhouse.view.server import Answers
 from tests.sql.stores import make_rollout, write_run
 
 
@@ -99,6 +98,7 @@ def finished_run(tmp_path: Path) -> Run:
 
 @pytest.mark.real
 def test_a_number_that_is_shown_in_two_places_is_the_same(tmp_path: Path) -> None:
+    Answers = pytest.importorskip("roundhouse.plugins.view.server").Answers
     run = finished_run(tmp_path)
     store, uri = run.config.store, str(run.config.tracking.uri)
     page = open_mlflow_run(run, uri)

@@ -25,7 +25,7 @@ from roundhouse.stages.fork import fork_run, offline_config
 from roundhouse.stages.freshness import StaleData, importance_of, kish
 from roundhouse.stages.offline import age_of, batch_at, batch_of, batches_of_an_epoch, with_iterations
 from roundhouse.stages.policy import starting_policy
-from roundhouse.stages.train import release_trainer
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.store.run import Run, open_run
 from roundhouse.store.stage import Reference, read_manifest, read_table
 from tests import fork_server
@@ -218,7 +218,7 @@ def test_a_killed_run_goes_on_with_the_same_data_to_the_same_weights(world: Any,
     names = ("whole", "killed")
     configs = {name: offline(base, name, overrides=["offline.epochs=2"]) for name in names}
     whole = train_to_the_end(configs["whole"])
-    release_trainer()
+    release_trainers()
     file = tmp_path / "config.json"
     file.write_text(configs["killed"].model_dump_json())
     command = [sys.executable, "-m", "tests.stages.offline_world", str(file)]

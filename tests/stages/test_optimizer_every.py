@@ -14,6 +14,7 @@ import pytest
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import Reference, publish, retain, skip_iteration
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.stages.policy import starting_policy
@@ -48,7 +49,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Six versions, each with its optimizer's state, trained without a break."""
     run = run_at(tmp_path_factory.mktemp("full") / "store", optimizer_every=1)
     train(run, 6)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return run
 
 
@@ -106,7 +107,7 @@ def test_a_run_killed_between_two_states_ends_byte_for_byte_as_one_that_was_not(
 def test_iterations_are_trained_again_with_the_settings_of_memory_that_they_had(tmp_path: Path) -> None:
     run = run_at(tmp_path / "store")
     train(run, 5)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     less = run.config.train.model_copy(update={"tokens_per_microbatch": 16})
     other = dataclasses.replace(run, config=run.config.model_copy(update={"train": less}))
     with pytest.raises(ConfigError, match=r"iteration 4, .* used train\.tokens_per_microbatch=4096\. Set this"):
@@ -116,7 +117,7 @@ def test_iterations_are_trained_again_with_the_settings_of_memory_that_they_had(
 def test_a_state_that_is_reproduced_to_other_weights_is_refused_by_both_digests(tmp_path: Path) -> None:
     run = run_at(tmp_path / "store")
     reference = train(run, 5)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     manifest = read_manifest(reference)
     recorded = manifest.details["weights_digest"]
     changed = run.config.train.optimizer.model_copy(update={"learning_rate": 3.1e-4})
@@ -140,7 +141,7 @@ def test_a_restart_trains_again_what_versions_that_retention_deleted_had_learnt(
     run = run_at(tmp_path / "store")
     train(run, 5)
     assert retain(run, 5) == [1, 2, 4]
-    stage.release_trainer()
+    trainer_home.release_trainers()
     train(run, 6)
     assert files(run, 6) == files(full, 6)
     assert metric(run, 6, "retrained_iterations") == 2
@@ -152,7 +153,7 @@ def test_the_last_version_has_its_state_and_a_skipped_iteration_is_not_trained_a
     second = skip_iteration(run, 2, Skip("x", "data", "because", "in a test"))
     origin, since = trained_since_state(second)
     assert (origin.policy_version, [sequences.iteration for sequences in since]) == (0, [1])
-    stage.release_trainer()
+    trainer_home.release_trainers()
     train(run, 4)
     assert metric(run, 3, "retrained_iterations") == 1
     assert any(name.startswith("trainer/") for name in files(run, 4))
@@ -161,7 +162,7 @@ def test_the_last_version_has_its_state_and_a_skipped_iteration_is_not_trained_a
 def test_a_fork_of_a_version_without_state_gets_it_and_needs_the_parent_no_more(full: Run, tmp_path: Path) -> None:
     run = run_at(tmp_path / "store")
     train(run, 5)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     fork = fork_run(fork_config(run.config.store, "r", "fork", 5))
     assert files(fork, 5) == files(full, 5)
     run.location.delete_tree()

@@ -12,7 +12,7 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -67,7 +67,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("resident")
     run = make_run(place / "store", place)
     two_iterations(run, place)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return run
 
 
@@ -97,9 +97,9 @@ def test_a_server_writes_what_a_resident_trainer_writes_and_continues_what_it_ha
     with listening(build_app(make_service(start, tmp_path / "server"))) as url:
         run = make_run(tmp_path / "remote", tmp_path, service={"kind": "remote", "url": url})
         first = iterate(run, tmp_path, 1, starting_policy(run))
-        stage.release_trainer()
+        trainer_home.release_trainers()
         assert checkpoint_digests(iterate(run, tmp_path, 2, first)) == expected
-        stage.release_trainer()
+        trainer_home.release_trainers()
 
 
 def killed_in_the_critics_second_update(run: Run, base: Reference, batch: Reference, cache: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_in_iteration_2_continues_with_the_same_bytes(
 ) -> None:
     run = make_run(tmp_path / "killed", tmp_path)
     base, batch = iterate(run, tmp_path, 1, starting_policy(run)), sequences(run, 2)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     child = multiprocessing.get_context("spawn").Process(
         target=killed_in_the_critics_second_update, args=(run, base, batch, tmp_path / "cache")
     )
@@ -140,7 +140,7 @@ def test_versions_without_the_trainers_state_are_trained_again_with_their_critic
     run = make_run(tmp_path / "sparse", tmp_path, every=2)
     base = iterate(run, tmp_path, 1, starting_policy(run))
     assert not any(name.startswith("trainer/") for name in checkpoint_digests(base))
-    stage.release_trainer()
+    trainer_home.release_trainers()
     assert checkpoint_digests(iterate(run, tmp_path, 2, base)) == expected
 
 
@@ -150,7 +150,7 @@ def test_the_critic_of_a_run_begins_from_the_model_that_is_named(
     start = model_location(resident.checkpoint(0).location).local_path
     named = make_run(tmp_path / "named", tmp_path, critic={"model": str(start)})
     assert checkpoint_digests(two_iterations(named, tmp_path)) == expected
-    stage.release_trainer()
+    trainer_home.release_trainers()
     nowhere = make_run(tmp_path / "lost", tmp_path, critic={"model": str(tmp_path / "nowhere")})
     with pytest.raises(ConfigError, match=r"train.algorithm.critic.model: .*nowhere has no config.json"):
         two_iterations(nowhere, tmp_path)

@@ -19,7 +19,7 @@ from roundhouse.errors import ConfigError, RoundhouseError, StoreError
 from roundhouse.stages.datasets import TaskDraw, dataset_stage
 from roundhouse.store.run import run_ids
 from roundhouse_flows.iteration import is_evaluated
-from tests.generation.tiny import make_model
+from tests.generation.tiny import CHAT_TEMPLATE, make_model
 from tests.sql.stores import write_run
 
 
@@ -129,6 +129,15 @@ def experts_of_a_dense_model(_: Path) -> dict[str, Any]:
     return {"train": {"service": {"kind": "resident", "processes": 2, "expert_parallel": 2}}}
 
 
+def model_with_calls_of_mistral(directory: Path) -> dict[str, Any]:
+    make_model(directory / "model", seed=0)
+    settings = directory / "model" / "tokenizer_config.json"
+    template = CHAT_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    policy = {"kind": "pretrained", "path": str(directory / "model")}
+    return {"policy": policy, "generation": {"backend": "transformers"}}
+
+
 def unknown_dataset(directory: Path) -> dict[str, Any]:
     return {"offline": {"datasets": ["nightly"]}, "train": {"algorithm": {"kind": "cross_entropy"}}}
 
@@ -145,6 +154,7 @@ def unknown_dataset(directory: Path) -> dict[str, Any]:
         (missing_algorithm, "train.algorithm.target: no file {directory}/mine.py"),
         (missing_engine, "generation.backend: no file {directory}/mine.py"),
         (engine_of_one_method, "which does not define finish_generation, prepare_for_generation"),
+        (model_with_calls_of_mistral, "calls that vLLM's parser mistral reads, but generation.backend is transformers"),
         (missing_transport, "generation.weight_sync"),
         (missing_launcher, "train.service.launcher: no file {directory}/mine.py"),
         (missing_loss, "mine.py has no function loss. Available: others."),
@@ -178,6 +188,21 @@ def test_a_run_that_cannot_begin_is_refused_before_anything_is_started(
     assert isinstance(error, StoreError if fault is unknown_dataset else ConfigError)
     assert said.format(directory=tmp_path) in str(error)
     assert set(tmp_path.iterdir()) - {tmp_path / "__pycache__"} == before
+
+
+def test_a_dry_run_reports_the_parser_and_the_packing_that_the_model_chooses(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", seed=0)
+    path = config(tmp_path, policy={"kind": "pretrained", "path": str(tmp_path / "model")})
+    shown = CliRunner().invoke(app, ["train", path, "--dry-run"])
+    assert "# generation.tool_call_parser is hermes, chosen by the chat template" in shown.stdout, shown.exception
+    assert "# train.packing is true, chosen by the model" in shown.stdout
+    directory = tmp_path / "model"
+    lfm = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "hidden_size": 64}
+    (directory / "config.json").write_text(
+        json.dumps({**lfm, "num_attention_heads": 2, "max_position_embeddings": 1024})
+    )
+    shown = CliRunner().invoke(app, ["train", path, "--dry-run", "--set", "train.check_memory=false"])
+    assert "# train.packing is false, chosen by the model: Lfm2ForCausalLM has layers of kind conv" in shown.stdout
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["collect", "--name", "nightly"]], ids=["evaluate", "collect"])
@@ -288,6 +313,31 @@ def test_what_configuration_and_tasks_show_is_refused_before_the_store_has_a_rec
     assert isinstance(error, ConfigError)
     assert re.search(message, str(error)), error
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_prompt_with_an_image_is_refused_before_a_run(tmp_path: Path) -> None:
+    path = config(tmp_path, **policy_and_questions(tmp_path))
+    row = task_row("What is it?", task_id="seen")
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    row["responses_create_params"]["input"][0]["content"] = [{"type": "input_text", "text": "What is it?"}, image]
+    (tmp_path / "rows.jsonl").write_bytes(orjson.dumps(row))
+    error = refused("train", path, "--dry-run")
+    assert isinstance(error, ConfigError)
+    assert "first training task (seen) has an image, and generation.images is false" in str(error)
+
+
+def test_a_model_that_cannot_see_is_refused_before_a_run(tmp_path: Path) -> None:
+    keys = policy_and_questions(tmp_path) | {"generation": {"images": True}, "train": {"packing": False}}
+    error = refused("train", config(tmp_path, **keys), "--dry-run")
+    assert "images are not supported with models of type 'qwen3'. Supported: qwen2_5_vl, qwen3_vl" in str(error)
+
+
+def test_linear_attention_in_float32_on_cpus_is_refused_before_a_run(tmp_path: Path) -> None:
+    keys = policy_and_questions(tmp_path)
+    shape = tmp_path / "policy" / "config.json"
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"linear_num_key_heads": 2}))
+    error = refused("train", config(tmp_path, **keys), "--dry-run")
+    assert "generation.dtype is float32, but vLLM computes the linear attention of" in str(error)
 
 
 def test_prompts_of_a_model_without_a_fast_tokenizer_cannot_be_limited(tmp_path: Path) -> None:

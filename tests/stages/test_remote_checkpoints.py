@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundhouse.config.loading import parse_config
 from roundhouse.errors import ConfigError, InfraError, StoreError
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -103,7 +103,7 @@ def test_the_flow_takes_no_more_memory_for_a_checkpoint_however_large_it_is(
             before = _memory("VmHWM")
             for iteration in (1, 2):
                 checkpoint = train(run, iteration, checkpoint, tmp_path)
-                stage.release_trainer()
+                trainer_home.release_trainers()
             peaks.append(_memory("VmHWM") - before)
             sizes.append(sum(entry.size for entry in read_manifest(checkpoint).files) / MIB)
     assert sizes[1] > 70 > 70 * sizes[0]

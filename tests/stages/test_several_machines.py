@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.train import train_iteration
@@ -32,10 +32,10 @@ def versions(run: Run, cache: Path, count: int, anew: int | None = None) -> list
     base, found = starting_policy(run), []
     for iteration in range(1, count + 1):
         if iteration == anew:
-            stage.release_trainer()
+            trainer_home.release_trainers()
         base = publish(run, train_iteration(run, iteration, sequences(run, iteration), base, cache))
         found.append(checkpoint_digests(base))
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return found
 
 

@@ -15,6 +15,7 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, StoreError
 from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import Reference, publish, retain
 from roundhouse.stages.fork import fork_config, fork_run
 from roundhouse.stages.policy import starting_policy
@@ -49,7 +50,7 @@ def files(run: Run, version: int) -> dict[str, str]:
     """Weights and state, wherever each is."""
     checkpoint = run.checkpoint(version).reference()
     assert checkpoint is not None
-    stage.wait_for_state()
+    trainer_home.trainer_home(run).wait_for_state()
     state = state_of(checkpoint)
     assert state is not None
     return checkpoint_digests(checkpoint) | checkpoint_digests(state)
@@ -61,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     place = tmp_path_factory.mktemp("undisturbed")
     run = run_at(str(place / "store"), place, beside=None)
     last = train(run, 4, place / "cache")
-    stage.release_trainer()
+    trainer_home.release_trainers()
     assert state_of(last) == last
     return files(run, 4)
 
@@ -135,11 +136,11 @@ def test_a_step_waits_for_the_state_of_the_version_before(
     tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, store, goes_on = run_at(str(tmp_path / "store"), tmp_path), Trainer.store, threading.Event()
-    usual, wait = os.nice(0), stage.wait_for_state
+    usual, wait = os.nice(0), trainer_home.TrainerHome.wait_for_state
 
-    def released_after_a_while() -> float:
+    def released_after_a_while(home: trainer_home.TrainerHome) -> float:
         threading.Timer(0.5, goes_on.set).start()
-        return wait()
+        return wait(home)
 
     def waits(self: Trainer, *arguments: Any, weights: bool = True, **named: Any) -> ModelFiles:
         if not weights and self.cursor.iteration == 3:
@@ -150,7 +151,7 @@ def test_a_step_waits_for_the_state_of_the_version_before(
     monkeypatch.setattr(Trainer, "store", waits)
     newest = train(run, 3, tmp_path / "cache")
     assert state_of(newest) is None, "published without it"
-    monkeypatch.setattr(stage, "wait_for_state", released_after_a_while)  # once the step is waiting
+    monkeypatch.setattr(trainer_home.TrainerHome, "wait_for_state", released_after_a_while)  # once the step is waiting
     train(run, 4, tmp_path / "cache")
     assert metric(run, 4, "state_wait_seconds") > 0.4
     assert files(run, 4) == undisturbed
@@ -180,7 +181,7 @@ def test_a_fork_and_a_step_as_a_process_find_the_state(tmp_path: Path, undisturb
     run = run_at(str(tmp_path / "store"), tmp_path)
     train(run, 3, tmp_path / "cache")
     whole = files(run, 3)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     fork = fork_run(fork_config(run.config.store, "r", "fork", 3))
     adopted = fork.checkpoint(3).reference()
     assert adopted is not None

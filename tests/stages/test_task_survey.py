@@ -24,7 +24,7 @@ from roundhouse.trajectories.records import Rollout, Status
 
 WORLD = """
 from roundhouse.environments.base import Environment, Verdict
-from roundhouse.compat.nemo_gym.exchange.json_lines import read_task_rows
+from roundhouse.environments.task_files import read_task_rows
 from helper import REWARD
 
 class World(Environment):

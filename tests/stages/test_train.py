@@ -19,11 +19,12 @@ from roundhouse.config.training import ProcessService
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.launch.subprocesses import ChildProcess, SubprocessLauncher
-from roundhouse.stages import train as stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish, retain
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_files
-from roundhouse.stages.train import step_program, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.train_program import step_program
 from roundhouse.stages.validate import vocabulary_size
 from roundhouse.store.location import Location
 from roundhouse.store.run import Run, open_run
@@ -34,10 +35,8 @@ from roundhouse.training.service.one_shot import StepSpec
 from roundhouse.training.service.server import build_app
 from roundhouse.training.trainer import Trainer
 from roundhouse.trajectories.schemas import SEQUENCES
-from roundhouse.weight_sync.transfer import Sender
 from tests.ports import free_port
 from tests.training.service.serving import listening, make_service, train_server
-from tests.weight_sync.ends import offer_to
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_resident_trainer")]
 
@@ -98,7 +97,7 @@ def train_two(run: Run, tmp_path: Path, *, restart: bool) -> Reference:
     checkpoint = starting_policy(run)
     for iteration in (1, 2):
         if restart:
-            stage.release_trainer()
+            trainer_home.release_trainers()
         update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
         checkpoint = publish(run, update)
     return checkpoint
@@ -108,13 +107,25 @@ def checkpoint_digests(reference: Reference) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in read_manifest(reference).model_files.named()}
 
 
+def test_two_runs_that_share_a_process_write_the_bytes_of_each_alone(resident: Run, tmp_path: Path) -> None:
+    runs = [make_run(str(tmp_path / name), tmp_path) for name in ("one", "other")]
+    checkpoints = [starting_policy(run) for run in runs]
+    for iteration in (1, 2):
+        for index, run in enumerate(runs):
+            update = train_iteration(run, iteration, sequences(run, iteration), checkpoints[index], tmp_path / "cache")
+            checkpoints[index] = publish(run, update)
+    alone = resident.checkpoint(2).reference()
+    assert alone is not None
+    assert [checkpoint_digests(each) for each in checkpoints] == [checkpoint_digests(alone)] * 2
+
+
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two iterations with the default, a trainer in this process."""
     place = tmp_path_factory.mktemp("resident")
     run = make_run(str(place / "store"), place)
     train_two(run, place, restart=False)
-    stage.release_trainer()
+    trainer_home.release_trainers()
     return run
 
 
@@ -156,7 +167,7 @@ def test_the_reference_is_renewed_every_so_many_iterations_and_kept(tmp_path: Pa
     checkpoint, penalties = starting_policy(run), []
     for iteration in range(1, 6):
         if restart:
-            stage.release_trainer()
+            trainer_home.release_trainers()
         update = train_iteration(run, iteration, sequences(run, iteration), checkpoint, tmp_path / "cache")
         penalties.append(read_manifest(update).metrics["train/kl_penalty"])
         checkpoint = publish(run, update)
@@ -169,7 +180,8 @@ def test_a_trainer_whose_reference_cannot_be_renewed_is_closed(tmp_path: Path) -
     run = _renewing(tmp_path, reference_every=1)
     start = starting_policy(run)
     base = publish(run, train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache"))
-    [trainer] = stage._resident.values()
+    trainer = trainer_home.trainer_home(run).trainer
+    assert trainer is not None
     batch = sequences(run, 2)
     [weights] = [each for each in read_manifest(base).files if each.path.endswith("model.safetensors")]
     (Location(base.uri).local_path / weights.path).write_bytes(b"damaged")
@@ -177,23 +189,6 @@ def test_a_trainer_whose_reference_cannot_be_renewed_is_closed(tmp_path: Path) -
         train_iteration(run, 2, batch, base, tmp_path / "cache")
     with pytest.raises(DataError, match="No policy was loaded"):
         trainer.learner.service.facts()
-
-
-def test_a_trainer_that_cannot_end_its_transfer_is_kept_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(str(tmp_path / "store"), tmp_path)
-    start = starting_policy(run)
-    train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache")
-    [trainer] = stage._resident.values()
-    engine, end = trainer.engine, Sender.end
-    engine.begin_transfer(offer_to(["a"], 1.0), engine.weights_digest()[0])
-    monkeypatch.setattr(Sender, "end", lambda sender, patience: end(sender, patience) and False)
-    with pytest.raises(InfraError, match="A replica did not receive"):
-        stage.release_trainer()
-    assert not stage._resident
-    with pytest.raises(DataError, match="No policy was loaded"):
-        engine.facts()
 
 
 def test_a_reference_that_there_is_not_cannot_be_renewed() -> None:
@@ -215,7 +210,8 @@ def test_ranks_stay_between_iterations_and_a_lost_one_costs_its_step_alone(tmp_p
     start = starting_policy(run)
     update = train_iteration(run, 1, sequences(run, 1), start, tmp_path / "cache")
     base, batch = publish(run, update), sequences(run, 2)
-    [trainer] = stage._resident.values()
+    trainer = trainer_home.trainer_home(run).trainer
+    assert trainer is not None
     service = trainer.learner.service
     assert isinstance(service, ResidentRanks)
     os.kill(service.ranks.pids[1], signal.SIGKILL)
@@ -302,7 +298,7 @@ def test_a_remote_server_writes_what_a_resident_trainer_writes_and_serves_one_se
         run = make_run(str(tmp_path / "remote"), tmp_path, kind="remote", url=url)
         assert checkpoint_digests(train_two(run, tmp_path, restart=False)) == resident_digests
         assert service.lease.opened == 1
-        stage.release_trainer()
+        trainer_home.release_trainers()
 
 
 def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], tmp_path: Path) -> None:
@@ -313,7 +309,7 @@ def test_a_run_may_go_on_with_another_service(resident_digests: dict[str, str], 
         run = make_run(str(tmp_path / "moved"), tmp_path, kind="remote", url=url)
         update = train_iteration(run, 2, sequences(run, 2), checkpoint, tmp_path / "cache")
         assert checkpoint_digests(publish(run, update)) == resident_digests
-        stage.release_trainer()
+        trainer_home.release_trainers()
 
 
 def test_a_server_lost_between_iterations_fails_the_stage_and_the_next_attempt_goes_on_from_the_checkpoint(
@@ -402,10 +398,15 @@ def test_exit_codes_tell_whether_repeating_can_help(error: RoundhouseError, code
     assert type(error_of(code, "The step", "")) is type(error)
 
 
-def test_no_trainer_is_kept_behind_a_flow_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = mock.Mock()
-    monkeypatch.setitem(stage._resident, ("a run",), trainer)
-    with pytest.raises(InfraError, match="the stage failed"), stage.trainer_released_at_end():
+def test_no_trainer_is_kept_behind_a_flow_that_fails(tmp_path: Path) -> None:
+    run, other = (make_run(str(tmp_path / name), tmp_path) for name in ("run", "other"))
+    trainer, of_other = mock.Mock(), mock.Mock()
+    for each, kept in ((run, trainer), (other, of_other)):
+        trainer_home.trainer_home(each).keep((1,), kept)
+    with pytest.raises(InfraError, match="the stage failed"), trainer_home.trainer_released_at_end(run):
         raise InfraError("the stage failed")
     trainer.close.assert_called_once()
-    assert not stage._resident
+    assert trainer_home.trainer_home(run).trainer is None
+    assert trainer_home.trainer_home(other).trainer is of_other, "another run of this process keeps its trainer"
+    trainer_home.release_trainers()
+    of_other.close.assert_called_once()

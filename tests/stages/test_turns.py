@@ -22,6 +22,7 @@ from roundhouse.errors import DataError
 from roundhouse.infra import services
 from roundhouse.infra.services import Services
 from roundhouse.stages import train as train_stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.checkpoint import publish
 from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.evaluate import evaluate_version
@@ -88,7 +89,9 @@ def sequences_of(run: Run, k: int, base: Reference) -> Reference:
 def iterate(run: Run, k: int, base: Reference) -> Reference:
     update = train_iteration(run, k, sequences_of(run, k, base), base, checkpoint_cache(run.config))
     assert (replica(run).asleep is not None) == run.config.placement.engine_sleeps
-    assert bool(train_stage._resident) != run.config.placement.engine_sleeps, "in its turn alone it holds memory"
+    assert (trainer_home.trainer_home(run).trainer is not None) != run.config.placement.engine_sleeps, (
+        "in its turn alone it holds memory"
+    )
     return publish(run, update)
 
 
@@ -111,7 +114,7 @@ def made_here(directory: Path, engine_url: str, name: str, *, sleeps: bool) -> t
         for k in (1, 2):
             checkpoint = iterate(run, k, checkpoint)
         evaluated = evaluate_version(run, 2, engine_at(run, 2))
-    train_stage.release_trainer()
+    trainer_home.release_trainers()
     assert replica(run).ready
     return made_by(run, evaluated)
 

@@ -23,7 +23,7 @@ from roundhouse.generation.protocol import Completion, read_request
 from roundhouse.generation.transformers_engine import TransformersEngine
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.plan import plan_rollouts
-from roundhouse.stages import train as train_stage
+from roundhouse.stages import trainer_home
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.refit import engine_files
 from roundhouse.stages.train import train_iteration
@@ -179,7 +179,7 @@ def test_log_probabilities_that_the_weights_do_not_give_become_no_version(
         step(run, start, rollouts, tmp_path / "cache")
     assert run.stage(1, "train").reference() is None
     assert [row["rollout_id"] for row in mismatched_rows(run.stage(1, "train"))] == [rollouts[2].rollout_id]
-    assert not train_stage._resident, "the weights in memory are given up"
+    assert trainer_home.trainer_home(run).trainer is None, "the weights in memory are given up"
 
 
 def test_one_outlier_among_many_is_masked_named_and_counted_and_the_run_goes_on(

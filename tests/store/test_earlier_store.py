@@ -22,7 +22,8 @@ from roundhouse.stages.evaluate import evaluate_version
 from roundhouse.stages.promotion import promote
 from roundhouse.stages.refit import engine_at, refit_iteration
 from roundhouse.stages.report import report_iteration
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, load_run, open_run, promoted_version
@@ -92,7 +93,7 @@ def test_its_run_continues_for_one_more_iteration(store: str, tmp_path: Path) ->
         evaluate_version(run, 3, engine_at(run, 3))
         promote(run, 3)
         report_iteration(run, 3)
-    release_trainer()
+    release_trainers()
     assert run.checkpoint_versions()[-1] == 3
     assert verify(store).problems == []
 

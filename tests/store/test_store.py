@@ -18,7 +18,6 @@ from roundhouse.store import location, stage
 from roundhouse.store.location import AlreadyExists, Location, NotFound
 from roundhouse.store.run import Run, load_run, open_run, readable_runs
 from roundhouse.store.stage import MANIFEST, read_file, read_manifest, read_table
-from roundhouse.view.catalog import Catalog
 
 TABLE = pa.table({"id": [1, 2, 3], "tokens": [[1], [2, 3], []]})
 
@@ -196,7 +195,6 @@ def test_a_run_whose_identity_leads_out_of_the_store_hides_no_other(
     (tmp_path / "runs/odd/run.json").symlink_to("/dev/zero")
     assert [each.run_id for each in readable_runs(str(tmp_path))] == [run.run_id]
     assert "run odd is left out" in caplog.text
-    assert [each["run_id"] for each in Catalog(str(tmp_path)).runs()] == [run.run_id]
 
 
 def parquet_of(values: pa.Array | pa.ChunkedArray, **options: Any) -> bytes:

@@ -43,7 +43,7 @@ def test_a_resumed_run_writes_to_a_sink_what_it_lacks_alone(tmp_path: Path) -> N
     assert (first.written, resumed.written, other.written) == ([0, 1], [2, 3], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("name", [name for name in plugins.names("sink") if plugins.find("sink", name).extra])
 def test_a_sink_without_its_package_is_refused_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sink: Any = plugins.factory("sink", name)
     monkeypatch.setattr(sink, "package", "nowhere_installed")

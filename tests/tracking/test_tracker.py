@@ -419,7 +419,7 @@ def test_each_sink_of_the_list_gets_every_iteration_and_one_that_fails_stops_not
     assert [(line["iteration"], line["reward/mean"]) for line in lines] == [(0, 0.0), (1, 0.5)], "after a restart too"
     with pytest.raises(ConfigError, match="does not define log_iteration"):
         Sinks(opened(own.replace("Keeps", "Nothing")))
-    known = "the sinks are mlflow, json_lines, tensorboard, wandb, trackio"
+    known = "the sinks are mlflow, json_lines"
     for wrong, told in ((["wanbd"], known), (["mlflow", "mlflow"], "named twice")):
         with pytest.raises(ConfigError, match=told):
             opened(*wrong)

@@ -15,10 +15,11 @@ import torch
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError
-from roundhouse.stages.train import open_service
+from roundhouse.plugins.tinker import service as tinker
+from roundhouse.plugins.tinker.service import TinkerPointer, TinkerTrainService
+from roundhouse.stages.trainers import open_service
 from roundhouse.training.algorithms import build_algorithm
-from roundhouse.training.service import actor, client, tinker
-from roundhouse.training.service.tinker import TinkerPointer, TinkerTrainService
+from roundhouse.training.service import actor, client
 from roundhouse.training.trainer import Trainer
 from tests.training.test_every_algorithm_key import loss_of_algorithm
 from tests.training.tiny import make_model, sequences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from roundhouse.training.checkpoint import load_model
 from roundhouse.training.forward import Scorer
 from roundhouse.training.language_model import frozen_towers, parameter_names
 from roundhouse.training.memory_plan import plan_memory, refuse_unfit_layout
+from roundhouse.training.packed_attention import why_not_packed
 from roundhouse.training.packing import build_microbatches
 from roundhouse.training.trainer import Trainer
 from tests.training import reference
@@ -36,7 +38,7 @@ BATCH = TrainingSequences.from_records(ROWS)
 
 
 def config(family: Family, packed: bool | None = None) -> TrainConfig:
-    return TrainConfig(device="cpu", packing=family.unpacked is None if packed is None else packed)
+    return TrainConfig(device="cpu", packing="auto" if packed is None else packed)
 
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -96,6 +98,8 @@ def test_a_family_trains_as_in_transformers_and_saves_its_own_architecture(famil
         with pytest.raises(ConfigError, match=rf"{family.unpacked}.*train\.packing to false"):
             refuse_unfit_layout(load_pretrained(AutoConfig, start), config(family, packed=True))
     trainer = Trainer.load(start, config(family))
+    refuse_unfit_layout(load_pretrained(AutoConfig, start), config(family))
+    assert all(scorer.packed == (family.unpacked is None) for scorer in trainer.engine._scorers.values())
     assert trainer.step(BATCH, 0).updates > 0
     trainer.save(tmp_path / "next")
     check_checkpoint(trainer, start, tmp_path / "next")
@@ -118,6 +122,34 @@ def check_checkpoint(trainer: Trainer, start: Path, saved: Path) -> None:
     assert np.array_equal(again.log_probs(BATCH), log_probs)
     trained = {p for name, p in trainer.model.named_parameters() if name not in towers}
     assert {*trainer.engine.optimizer.state} == trained
+
+
+def test_auxiliary_losses_of_routers_are_not_trained_on(tmp_path: Path) -> None:
+    [family] = [family for family in FAMILIES if family.model_type == "qwen3_moe"]
+    start, by_setting = family.save(tmp_path / "start"), []
+    settings = json.loads((start / "config.json").read_text())
+    for asked in (False, True):
+        routers = {"output_router_logits": asked, "router_aux_loss_coef": 10.0}
+        (start / "config.json").write_text(json.dumps(settings | routers))
+        by_setting.append(computed(family, start, packed=True)[1])
+    without, asked_for = by_setting
+    assert without.keys() == asked_for.keys()
+    assert all(torch.equal(gradient, asked_for[name]) for name, gradient in without.items())
+
+
+def test_packing_is_chosen_by_the_model_with_the_reason() -> None:
+    for family in FAMILIES:
+        if family.model_type in ("llama", "gemma2", "lfm2", "nemotron", "llama4_text"):
+            reason = why_not_packed(family.config())
+            assert (reason is None) == (family.unpacked is None), family.name
+            assert (family.unpacked or "") in (reason or "")
+
+
+def test_context_parallelism_refuses_a_model_that_cannot_be_packed() -> None:
+    [family] = [family for family in FAMILIES if family.model_type == "lfm2"]
+    service = {"kind": "resident", "processes": 2, "context_parallel": 2}
+    with pytest.raises(ConfigError, match="layers of kind conv"):
+        refuse_unfit_layout(family.config(), TrainConfig.model_validate({"device": "cpu", "service": service}))
 
 
 @pytest.fixture(scope="module")

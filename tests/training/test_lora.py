@@ -8,11 +8,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from roundhouse.config.models import OptimizerConfig, TrainConfig
 from roundhouse.config.training import LoraConfig
 from roundhouse.errors import ConfigError, DataError
 from roundhouse.training.batch import TrainingSequences
+from roundhouse.training.memory_plan import refuse_unfit_layout
 from roundhouse.training.service import engine
 from roundhouse.training.service.verbs import Role
 from roundhouse.training.trainer import Trainer
@@ -193,11 +195,68 @@ def test_targets_that_match_nothing_or_the_output_layer_are_refused(tmp_path: Pa
         Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig(target_modules=(target,))}))
 
 
-def test_adapters_of_fused_experts_are_refused_with_what_can_be_adapted(tmp_path: Path) -> None:
-    """They once failed as weights that do not fit config.json."""
+@pytest.mark.parametrize("mixtral", [False, True], ids=["qwen3_moe", "mixtral"])
+def test_experts_are_adapted_as_dense_matrices_are(mixtral: bool, tmp_path: Path) -> None:
+    """Of one fresh start: values as without an adapter, the gradient of W, the merged model, and the next step after a
+    checkpoint."""
+    model = make_model(tmp_path / "start", experts=4, mixtral=mixtral)
+    optimizer = OptimizerConfig(learning_rate=2e-2, warmup_steps=0, max_grad_norm=1e9)
+    config = CONFIG.model_copy(update={"optimizer": optimizer, "minibatches": 1})
+    whole = Trainer.load(model, config.model_copy(update={"lora": None}))
+    adapted, rows = Trainer.load(model, config), records()
+    batch = TrainingSequences.from_records(rows)
+    np.testing.assert_array_equal(whole.log_probs(batch), adapted.log_probs(batch))
+    before = {name: parameter.detach().clone() for name, parameter in adapted.model.named_parameters()}
+    for trainer in (whole, adapted):
+        trainer.step(batch, 1)
+    after = dict(adapted.model.named_parameters())
+    assert {name for name in before if not torch.equal(before[name], after[name])} <= {
+        n for n in before if ".lora_" in n
+    }
+    full = {
+        name: whole.engine.optimizer.state[parameter]["exp_avg"] for name, parameter in whole.model.named_parameters()
+    }
+    fused = [name for name in full if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(fused) == 4
+    for name in fused:
+        owner, _, leaf = name.rpartition(".")
+        found = adapted.engine.optimizer.state[after[f"{owner}.lora_{leaf}.B"]]["exp_avg"]
+        expected = 2.0 * full[name] @ before[f"{owner}.lora_{leaf}.A"].transpose(1, 2)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    adapted.save(tmp_path / "saved")
+    ours = adapted.log_probs(batch)
+    assert np.abs(ours - whole.log_probs(batch)).max() > 1e-3
+    np.testing.assert_allclose(
+        _log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), rows),
+        ours[batch.loss_mask],
+        rtol=0,
+        atol=1e-5,
+    )
+    resumed = Trainer.load(tmp_path / "saved", config, trainer_state=tmp_path / "saved/trainer")
+    for trainer in (adapted, resumed):
+        trainer.step(batch, 2)
+    np.testing.assert_array_equal(adapted.log_probs(batch), resumed.log_probs(batch))
+
+
+def test_without_its_adapter_a_model_of_experts_is_the_reference(tmp_path: Path) -> None:
     model = make_model(tmp_path, experts=4)
-    with pytest.raises(
-        ConfigError, match=r"'up_proj'.* fuses over its experts.* Name matrices of attention, such as \[q_"
-    ):
-        Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig()}))
-    Trainer.load(model, CONFIG.model_copy(update={"lora": LoraConfig(target_modules=("q_proj",))}))
+    config = TrainConfig.model_validate(CONFIG.model_dump() | {"algorithm": {"kl_coefficient": 0.5}})
+    copied, own = Trainer.load(model, config, reference_dir=model), Trainer.load(model, config)
+    for iteration in (1, 2):
+        penalties = [
+            each.step(sequences(4, 6, seed=iteration), iteration).metrics["kl_penalty"] for each in (copied, own)
+        ]
+        assert penalties[0] == penalties[1] != 0
+
+
+def test_adapters_of_experts_alone_are_enough_and_named_where_they_do_not_work(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "start", experts=4)
+    lora = LoraConfig(rank=2, target_modules=("down_proj",))
+    trainer = Trainer.load(model, CONFIG.model_copy(update={"lora": lora}))
+    adapted = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
+    assert {name.rpartition("experts.")[2] for name in adapted} == {"lora_down_proj.A", "lora_down_proj.B"}
+    spread = TrainConfig.model_validate(
+        {"device": "cpu", "lora": lora.model_dump(), "service": {"kind": "resident", "processes": 2}}
+    )
+    with pytest.raises(ConfigError, match=r"train\.lora adapts experts, and train\.service\.processes is above 1"):
+        refuse_unfit_layout(AutoConfig.from_pretrained(model), spread)

@@ -19,7 +19,7 @@ from roundhouse.config.models import TrainConfig
 from roundhouse.config.placement import trainer_machines
 from roundhouse.errors import ConfigError
 from roundhouse.infra.checks import machine
-from roundhouse.stages import preflight
+from roundhouse.stages import machine_fit
 from roundhouse.training import memory_plan
 from roundhouse.training.memory_plan import USABLE, MemoryPlan, device_memory, plan_memory, remedies
 
@@ -349,9 +349,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts_unless_that_is_want
     service = {"kind": "resident", "processes": 2}
     train = {"device": "cpu", "service": service}
     for free, keys in ((2**40, {}), (300 * 2**20, {"check_memory": False})):
-        monkeypatch.setattr(preflight, "available_memory", lambda free=free: free)
-        preflight.refuse_unfit_memory(parse_config(tree | {"train": train | keys}))
+        monkeypatch.setattr(machine_fit, "available_memory", lambda free=free: free)
+        machine_fit.refuse_unfit_memory(parse_config(tree | {"train": train | keys}))
     with pytest.raises(
         ConfigError, match=r"does not fit: 0.01 B .* on 2 ranks, .* 0.1 GiB usable .* train.check_memory to"
     ):
-        preflight.refuse_unfit_memory(parse_config(tree | {"train": train}))
+        machine_fit.refuse_unfit_memory(parse_config(tree | {"train": train}))

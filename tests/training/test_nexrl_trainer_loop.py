@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from roundhouse.compat.nexrl import ActivityTracker, NexRLRole, TrajectoryPool, WeightSyncController
-from roundhouse.compat.nexrl.controller import MODULE_REGISTRY, NexRLController, module_class
-from roundhouse.compat.nexrl.mock_service import MockTrainServiceClient
-from roundhouse.compat.nexrl.trainer_loop import find_latest_checkpoint
-from roundhouse.compat.nexrl.trainers import BaseTrainer, RemoteApiGrpoTrainer, SelfHostedGrpoTrainer
 from roundhouse.errors import ConfigError, DataError
+from roundhouse.plugins.nexrl import ActivityTracker, NexRLRole, TrajectoryPool, WeightSyncController
+from roundhouse.plugins.nexrl.controller import MODULE_REGISTRY, NexRLController, module_class
+from roundhouse.plugins.nexrl.mock_service import MockTrainServiceClient
+from roundhouse.plugins.nexrl.trainer_loop import find_latest_checkpoint
+from roundhouse.plugins.nexrl.trainers import BaseTrainer, RemoteApiGrpoTrainer, SelfHostedGrpoTrainer
 from tests.training.tiny import make_model, plain_model, records
 from tests.waiting import until
 

@@ -96,14 +96,14 @@ def test_the_advantages_of_both_hooks_are_trained_on_where_the_policy_generated(
 def test_nexrls_grpo_is_the_runs_but_for_its_epsilon() -> None:
     sequences, ours = computed_grpo()
     for name in ("SelfHostedGrpoTrainer", "RemoteApiGrpoTrainer"):
-        _, theirs = computed(f"roundhouse.compat.nexrl.trainers:{name}")
+        _, theirs = computed(f"roundhouse.plugins.nexrl.trainers:{name}")
         np.testing.assert_allclose(theirs.columns.advantages, ours.columns.advantages, rtol=1e-4, atol=1e-5)
     assert len(sequences)
 
 
 def test_a_hook_of_nexrls_grpo_has_its_effect_and_one_that_is_not_called_is_refused(trainers: str) -> None:
     sequences, signals = computed(f"{trainers}:Halved")
-    _, plain = computed("roundhouse.compat.nexrl.trainers:SelfHostedGrpoTrainer")
+    _, plain = computed("roundhouse.plugins.nexrl.trainers:SelfHostedGrpoTrainer")
     differs = signals.columns.advantages != plain.columns.advantages
     halves = {group for group, reward in zip(sequences.group_ids, sequences.rewards, strict=True) if reward == 0.5}
     assert halves, "only the groups with a reward of a half have other advantages"

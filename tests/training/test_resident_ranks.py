@@ -29,7 +29,7 @@ from roundhouse.http.asgi import token_digest
 from roundhouse.launch.base import Program, Say
 from roundhouse.launch.resident_ranks import ResidentRanks
 from roundhouse.launch.subprocesses import SubprocessLauncher
-from roundhouse.stages.train import open_service
+from roundhouse.stages.trainers import open_service
 from roundhouse.store.location import Location
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.parallel import Ranks

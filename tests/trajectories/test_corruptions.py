@@ -14,6 +14,7 @@ import pytest
 from roundhouse.trajectories import validation
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from roundhouse.trajectories.schemas import sequences_table
+from tests.gym.kinds import having
 from tests.trajectories.collected import SIZE, VERSION, Batch, collected
 
 Plant = Callable[[Rollout, Batch], None]
@@ -306,7 +307,7 @@ def test_planted_damage_goes_to_quarantine_for_its_own_reason(plant: Plant, reas
 
 
 @pytest.mark.parametrize(
-    "kind", ["calculator", "sort", "lookup", "guess_number", "countdown", "arithmetic_chain", "frozen_lake"]
+    "kind", having("calculator", "sort", "lookup", "guess_number", "countdown", "arithmetic_chain", "frozen_lake")
 )
 def test_clean_rollouts_of_every_environment_pass_and_their_texts_are_proved(kind: str) -> None:
     batch = collected(kind)

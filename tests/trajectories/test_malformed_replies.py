@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundhouse.collection.collector import Parts
-from roundhouse.compat.nemo_gym.clients.agent import read_answer, turns_from_items
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.client import read_completion
+from roundhouse.plugins.nemo_gym.clients.agent import read_answer, turns_from_items
 from roundhouse.rollout.conversation import TurnChain, chain_calls
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.rollout.protocol import BadAgentAnswer, BadCompletion

@@ -106,8 +106,8 @@ class Sandbox(Protocol):
             FilesRefused
         """
 
-    async def read_files(self) -> dict[str, bytes]:
-        """All regular files of the working directory by path.
+    async def read_files(self, directory: str = ".") -> dict[str, bytes]:
+        """All regular files of a directory, by default the working directory, by path.
 
         Raises:
             FilesRefused: they are too large.
@@ -152,10 +152,12 @@ class ExecutedSandbox(ABC):
         if execution.status or execution.timed_out:
             raise FilesRefused(execution.output.decode(errors="replace").strip() or "the files cannot be written")
 
-    async def read_files(self) -> dict[str, bytes]:
-        execution = await self._one(["sh", "-c", "exec tar -cf - . 2>/dev/null"], b"", TREE_BYTES)
+    async def read_files(self, directory: str = ".") -> dict[str, bytes]:
+        script = 'exec tar -cf - -C "$0" . 2>/dev/null'
+        execution = await self._one(["sh", "-c", script, directory], b"", TREE_BYTES)
         if execution.truncated or execution.timed_out:
-            raise FilesRefused(f"the files of the working directory have more than {TREE_BYTES} bytes")
+            place = "the working directory" if directory == "." else directory
+            raise FilesRefused(f"the files of {place} have more than {TREE_BYTES} bytes")
         return regular_files(execution.output)
 
     async def _one(self, arguments: Sequence[str], stdin: bytes, output_bytes: int) -> Execution:

@@ -64,6 +64,7 @@ class LocalProcess(ExecutedSandbox):
         settings = {
             "memory_bytes": limits.memory_mib * 2**20,
             "disk_bytes": limits.disk_mib * 2**20,
+            "directories": limits.directories,
             "processes": limits.processes,
             "lifetime_seconds": limits.lifetime_seconds,
             "variables": VARIABLES | {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"},

@@ -4,8 +4,8 @@ Invariants
 - Untrusted code runs only after `LOCKED` is written; without namespaces or the filter, the process ends with `NO_LOCK`
   and has
   run nothing.
-- A command sees read-only programs (/usr, the interpreter), its working directory and /tmp (memory, of limited size),
-  and no
+- A command sees read-only programs (/usr, the interpreter), its working directory, /tmp and further directories (memory,
+  of limited size), and no
   other process, network, device, or file of the machine. It lacks all capabilities and cannot get one.
 - When a command ends, or reaches a limit, all its processes are killed: between two commands the sandbox is its files.
 - The sandbox ends with its first process: when stdin is closed (its owner is gone) or its lifetime is over.
@@ -91,11 +91,15 @@ def enter_namespaces() -> tuple[int, int]:
     return user, group
 
 
-def build_root(disk_bytes: int, user: int, group: int) -> None:
+def build_root(disk_bytes: int, directories: list[str], user: int, group: int) -> None:
     """Make a root of read-only views and memory, and leave the machine's for good."""
     root = "/sys"  # exists everywhere and is not in SHOWN; only this mount namespace sees the mount over it
     mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mount("none", root, "tmpfs", _NO_SET_USER, "size=1m,mode=755")
+    for path in (*sorted(directories), WORK, "/tmp"):  # first: the interpreter may be in one of them
+        os.makedirs(root + path, exist_ok=True)
+        options = f"size={disk_bytes},nr_inodes={INODES},mode=700,uid={user},gid={group}"
+        mount("none", root + path, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
     for path in dict.fromkeys((*SHOWN, sys.base_prefix)):
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
@@ -104,10 +108,6 @@ def build_root(disk_bytes: int, user: int, group: int) -> None:
             mount("none", root + path, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SET_USER | _NO_DEVICES)
     for path in DEVICES:
         _show(path, root + path)
-    for path in (WORK, "/tmp"):
-        os.mkdir(root + path)
-        options = f"size={disk_bytes},nr_inodes={INODES},mode=700,uid={user},gid={group}"
-        mount("none", root + path, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
     # Users differ between sandboxes; a listing shows this name in all of them
     for path, owner, other in (("passwd", f"{user}:{group}::{WORK}:/bin/sh", "0:0::/:"), ("group", f"{group}:", "0:")):
         with open(f"{root}/etc/{path}", "w") as file:
@@ -276,7 +276,7 @@ def main() -> None:
             os._exit(max(0, os.waitstatus_to_exitcode(status)))
         os.umask(0o022)
         checked(libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "death signal")
-        build_root(settings["disk_bytes"], user, group)
+        build_root(settings["disk_bytes"], settings["directories"], user, group)
         probe = {"arguments": ["true"], "stdin": "", "seconds": 10, "output_bytes": 200}
         if run(probe, settings, user, group)["status"]:
             raise OSError("a confined process cannot run")

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from roundhouse import plugins
 from roundhouse.config.models import KubernetesInfra, RunConfig
 
 __all__ = ["Finding", "diagnose", "diagnose_cluster"]
@@ -90,10 +91,10 @@ def diagnose(
 def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
     """Check whether runs can work on a Kubernetes cluster: that of the configuration's `infra`, else of the
     kubeconfig."""
-    from roundhouse.infra.checks import kubernetes, reachability
+    from roundhouse.infra.checks import reachability
 
     infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()
-    checks: list[Check] = [partial(kubernetes.cluster, infra)]
+    checks: list[Check] = [partial(plugins.traits("infrastructure", "kubernetes"), infra)]
     if config is not None and config.store.startswith("s3://"):
         checks.append(partial(reachability.store, config.store))
     return [finding for check in checks for finding in _guarded(check)]

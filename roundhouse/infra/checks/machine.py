@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
-from roundhouse.config.environments import MixtureEnvironment
-from roundhouse.config.models import RunConfig, WarmStartPolicy
+from roundhouse import plugins
+from roundhouse.config.models import RunConfig
 from roundhouse.config.placement import trainer_machines
 from roundhouse.imports import TORCH_EXTENSIONS, broken_torch_extensions, extensions_remedy
 from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.service_specs import RAY_OBJECT_STORE_BYTES, ray_base_directory
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.pretrained import load_pretrained
 from roundhouse.shipped import remedy
 from roundhouse.store.location import Location
@@ -320,7 +321,6 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
 
     from roundhouse.training.memory_plan import USABLE, device_memory, plan_memory, remedies, tensors_of
     from roundhouse.training.saved_tensors import matrix_types
-    from roundhouse.weight_sync.transfer import broadcast_seconds
 
     memory = USABLE * device_memory(device)
     if (shape := shape_of(config)) is None:
@@ -343,15 +343,16 @@ def memory_plan(config: RunConfig, device: str, gpus: int | None) -> list[Findin
         settings = remedies(shape, config.train, ranks, tokens, memory)
         return [fail("memory plan", f"does not fit: {summary}", f"Set {', '.join(settings)}: then it fits.")]
     size = plan.parameters * (4 if config.generation.dtype == "float32" else 2)
-    sent = broadcast_seconds(size, tensors_of(shape))
-    refit = ok(
-        "refit", f"{size / 1e9:.1f} GB: about {sent:.1f} s by transfer from one sender over links of 400 Gb/s a GPU"
-    )
+    refit = []
+    if "broadcast_seconds" in plugins.names("operation"):
+        sent = plugins.factory("operation", "broadcast_seconds")(size, tensors_of(shape))
+        about = f"about {sent:.1f} s by transfer from one sender over links of 400 Gb/s a GPU"
+        refit.append(ok("refit", f"{size / 1e9:.1f} GB: {about}"))
     if ranks != processes:
         summary += f"; train.service has {processes}"
         remedy = f"--set train.service.kind=resident --set train.service.processes={-(-ranks // machines)}"
-        return [warn("memory plan", summary, remedy), refit]
-    return [ok("memory plan", summary), refit]
+        return [warn("memory plan", summary, remedy), *refit]
+    return [ok("memory plan", summary), *refit]
 
 
 def batch(config: RunConfig) -> list[Finding]:
@@ -367,8 +368,7 @@ def batch(config: RunConfig) -> list[Finding]:
         return [ok("batch", summary)]
     from roundhouse.generation.transformers_engine import key_value_bytes
 
-    names = config.environment.environments if isinstance(config.environment, MixtureEnvironment) else [""]
-    longest = max(rollout.of_environment(name).max_tokens for name in names)
+    longest = max(rollout.of_environment(name).max_tokens for name in config.environment.parts or [""])
     rollout_gib = key_value_bytes(shape, generation.dtype) * min(longest, generation.max_model_len) / 2**30
     room = int(generation.kv_cache_gib / rollout_gib) * generation.replicas
     summary += f", room for {room} (generation.kv_cache_gib, replicas)"
@@ -392,19 +392,8 @@ def shape_of(config: RunConfig) -> PreTrainedConfig | None:
     with lean_transformers():
         from transformers import AutoConfig
 
-    policy = config.policy
     with tempfile.TemporaryDirectory() as scratch:
-        if isinstance(policy, WarmStartPolicy):
-            from roundhouse.environments import demonstrating
-            from roundhouse.policy.warm_start import write_engine_files
-
-            write_engine_files(policy, demonstrating(config.environment), config.seed, Path(scratch))
-        elif policy.model is not None:
-            source = model_location(Location(policy.model))
-            if "config.json" not in source.names():
-                return None
-            source.download(["config.json"], Path(scratch))
-        else:
+        if not starting_policy_of(config).write_shape(Path(scratch)):
             return None
         shape: PreTrainedConfig = load_pretrained(AutoConfig, scratch)
         return shape

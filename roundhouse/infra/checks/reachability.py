@@ -6,7 +6,6 @@ not answer is. A probe leaves nothing, and ends within its time limit even if a 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import tempfile
@@ -18,14 +17,9 @@ from pathlib import Path
 
 import httpx
 
-from roundhouse.config.environments import (
-    AgentEnvironment,
-    RemoteEnvironment,
-    SingleEnvironment,
-    environments_in,
-)
-from roundhouse.config.models import BundledPolicy, PolicyConfig, RunConfig
-from roundhouse.config.secrets import read_secret
+from roundhouse import plugins
+from roundhouse.config.environments import SingleEnvironment, environment_traits, environments_in
+from roundhouse.config.models import RunConfig
 from roundhouse.environments import check_sandboxes, first_task
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.generation.exchange import problem_of
@@ -36,13 +30,11 @@ from roundhouse.infra.checks import Finding, fail, ok, warn
 from roundhouse.infra.checks.machine import nearest_existing
 from roundhouse.infra.services import Services, status
 from roundhouse.infra.state import ServiceRecord
-from roundhouse.policy.gguf import check_gguf, gguf_file
-from roundhouse.policy.model_directory import BUNDLED, bundled_file, check_model_directory
+from roundhouse.policy.starting import starting_policy_of
 from roundhouse.rollout.clients import first_question
 from roundhouse.rollout.rubric import refuse_unfit_criteria
 from roundhouse.store.bucket import NoConditionalWrites
 from roundhouse.store.location import Location
-from roundhouse.store.stage import model_location
 
 STORE_SECONDS = 15.0
 
@@ -103,8 +95,8 @@ def _remedy(uri: str) -> str:
 
 
 PROBE_SECONDS = 2.0
-ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "gym": "/", "deployments": "/health"}
-"""Health route of each service of `SERVICE_SPECS`."""
+ROUTES = {"prefect": "/api/health", "mlflow": "/health", "ray": "/api/version", "deployments": "/health"}
+"""Health route of each service of `SERVICE_SPECS`; of the others, the root."""
 
 
 def services(state_dir: Path) -> list[Finding]:
@@ -148,7 +140,7 @@ def configured(config: RunConfig) -> list[Finding]:
         findings.append(_answers("tracking", f"{uri}/health", "Start it, or leave tracking.uri unset."))
     for key, environment in environments_in(config.environment).items():
         findings += _environment(environment, key)
-    return findings + _engine(config) + _policy(config.policy, config.generation.max_model_len)
+    return findings + _engine(config) + _policy(config)
 
 
 def _engine(config: RunConfig) -> list[Finding]:
@@ -209,40 +201,6 @@ def _seconds_to(url: str) -> float | None:
     return min(taken)
 
 
-def _agent(environment: AgentEnvironment) -> list[Finding]:
-    """Check the agent server, looked up if its URL is not given, and the model server that supplies the records."""
-    findings = []
-    if environment.url is None:
-        try:
-            url = asyncio.run(_looked_up(environment))
-        except (RoundhouseError, TimeoutError) as error:
-            detail = str(error) or f"{environment.head_server}: no answer"
-            remedy = "Start the head server and the agent, or correct environment.head_server and environment.agent."
-            findings.append(fail("environment", detail, remedy))
-        else:
-            findings.append(_answers("environment", url, f"Start the agent server {environment.agent}."))
-    else:
-        findings.append(_answers("environment", environment.url, "Start the agent server, or correct environment.url."))
-    if environment.tokens == "captured" and environment.model_server is not None:
-        remedy = "Start the model server and its engines, or correct environment.model_server."
-        findings.append(_answers("model server", f"{environment.model_server.rstrip('/')}/health", remedy))
-    return findings
-
-
-async def _looked_up(environment: AgentEnvironment) -> str:
-    from roundhouse.compat.nemo_gym.clients.connection import Connection, look_up
-
-    assert environment.head_server is not None
-    assert environment.agent is not None
-    head = Connection(environment.head_server, key="environment.head_server")
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            token = read_secret(environment.head_token_variable or "", environment.head_token_file)
-            return await look_up(head, environment.agent, token)
-    finally:
-        await head.close()
-
-
 def foreign() -> list[Finding]:
     """Servers that the shell points to; local runs use their own."""
     findings = []
@@ -261,7 +219,7 @@ def _service(found: Services, record: ServiceRecord) -> Finding:
     if record.status == "failed":
         return fail(record.name, record.detail, f"Look at {record.log}, then `roundhouse up`.")
     headers = {"Authorization": f"Bearer {found.ray_token}"} if record.name == "ray" else {}
-    code = _status(record.url + ROUTES[record.name], headers)
+    code = _status(record.url + ROUTES.get(record.name, "/"), headers)
     if code is None or code >= 500:
         answer = "no answer" if code is None else f"HTTP {code}"
         return fail(
@@ -271,33 +229,24 @@ def _service(found: Services, record: ServiceRecord) -> Finding:
     return ok(record.name, f"{record.url} answers{again}")
 
 
-def _policy(policy: PolicyConfig, max_model_len: int) -> list[Finding]:
+def _policy(config: RunConfig) -> list[Finding]:
     """Check that a policy's files on this machine are whole."""
-    remedy = "Set policy.path to a Hugging Face model directory."
+    policy = starting_policy_of(config)
     try:
-        if isinstance(policy, BundledPolicy):
-            remedy = BUNDLED[policy.name].install
-            file = bundled_file(policy.name)
-            check_gguf(file)
-            return [ok("policy", f"{policy.name}: {file}")]
-        if policy.model is None or "://" in policy.model:
-            return []
-        path = model_location(Location(policy.model)).local_path
-        if (gguf := gguf_file(path)) is not None:
-            check_gguf(gguf)
-        else:
-            check_model_directory(path, max_model_len)
+        found = policy.check()
     except ConfigError as error:
-        return [fail("policy", str(error), remedy)]
-    return [ok("policy", f"{path} is a model directory")]
+        return [fail("policy", str(error), policy.remedy)]
+    return [] if found is None else [ok("policy", found)]
 
 
 def _environment(config: SingleEnvironment, key: str) -> list[Finding]:
     """A server answers; of another one task is drawn as a run draws it, and one sandbox started; a judge is asked."""
-    if isinstance(config, RemoteEnvironment):
-        findings = [_answers("environment", config.url, f"Start the resources server, or correct {key}.url.")]
-    elif isinstance(config, AgentEnvironment):
-        findings = _agent(config)
+    addresses = environment_traits(config).addresses
+    if addresses is not None:
+        findings = [
+            fail(each.name, each.problem, each.remedy) if each.problem else _answers(each.name, each.url, each.remedy)
+            for each in plugins.resolve(addresses)(config, key)
+        ]
     else:
         try:
             drawn = "in another process" if first_task(config) is None else "a task was drawn"

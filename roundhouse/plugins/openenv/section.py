@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from roundhouse.config.environments import EnvironmentSection, Url
-from roundhouse.config.section import Operational, PositiveFloat, PositiveInt
+from roundhouse.config.environments import EnvironmentSection
+from roundhouse.config.section import Operational, PositiveFloat, PositiveInt, Url
 
 
 class OpenEnvSection(EnvironmentSection):

@@ -6,6 +6,6 @@ from roundhouse.plugins import Plugin
 
 PLUGINS = {
     "environment.reasoning_gym": Plugin(
-        f"{__name__}.environment:ReasoningGym", f"{__name__}.section:ReasoningGymSection"
+        f"{__name__}.environment:ReasoningGym", f"{__name__}.section:ReasoningGymSection", extra="reasoning-gym"
     )
 }

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from roundhouse.plugins import Plugin
 
-PLUGINS = {"environment.skyrl_gym": Plugin(f"{__name__}.environment:SkyRLGym", f"{__name__}.section:SkyRLGymSection")}
+PLUGINS = {
+    "environment.skyrl_gym": Plugin(
+        f"{__name__}.environment:SkyRLGym", f"{__name__}.section:SkyRLGymSection", extra="skyrl-gym"
+    )
+}

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from roundhouse.plugins import Plugin
 
-PLUGINS = {"environment.textarena": Plugin(f"{__name__}.environment:TextArena", f"{__name__}.section:TextArenaSection")}
+PLUGINS = {
+    "environment.textarena": Plugin(
+        f"{__name__}.environment:TextArena", f"{__name__}.section:TextArenaSection", extra="textarena"
+    )
+}

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from roundhouse.compat.command import INHERITED, Play, ProgramModelServer
 from roundhouse.environments.base import Restoration, Verdict
 from roundhouse.errors import ConfigError
+from roundhouse.infra.interpreters import installed_python
 from roundhouse.infra.processes import Child
+from roundhouse.plugins.programs.command import INHERITED, Play, ProgramModelServer
 from roundhouse.plugins.verifiers.section import VerifiersSection
 from roundhouse.rollout.agents import RolloutAttempt, checked_verdict
 from roundhouse.rollout.protocol import (
@@ -59,7 +60,7 @@ class VerifiersClient(ClientWithRows):
         self.name = config.env["taskset"]["id"]
         if missing := [name for name in config.variables if name not in os.environ]:
             raise ConfigError(f"environment.variables names {', '.join(missing)}, which are not set. Set them.")
-        self.python = str(Path(config.python).expanduser().absolute())
+        self.python = str(Path(config.python or installed_python("verifiers")).expanduser().absolute())
         # No PYTHONPATH: the packages of this interpreter are not those of the other one
         names = [*(name for name in INHERITED if name not in ("PYTHONPATH", "VIRTUAL_ENV")), *config.variables]
         programs = f"{Path(self.python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

@@ -15,9 +15,11 @@ class VerifiersSection(SplitEnvironment):
     """An environment package of verifiers 0.4, played by verifiers in a separate interpreter. The policy answers its calls."""
 
     has_own_loop: ClassVar[bool] = True
+    own_limits: ClassVar[tuple[str, ...]] = ("system_prompt", "parallel_tool_calls")
     kind: Literal["verifiers"]
-    python: Code[str]
-    """Interpreter in which verifiers and the environment package are installed."""
+    python: Code[str | None] = None
+    """Interpreter in which verifiers and the environment package are installed. Unset: that of `roundhouse plugins install
+    verifiers`."""
     env: Code[dict[str, Any]]
     """The block `env` of a configuration of verifiers: `taskset: {id: …}`, seats, and keys of these. A seat without a `runtime`
     runs in a local process."""

@@ -20,6 +20,7 @@ import torch
 from roundhouse.config.models import TrainConfig
 from roundhouse.cpu import threads_for
 from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseError, StoreError
+from roundhouse.images import ImageReader
 from roundhouse.pretrained import caps_scores
 from roundhouse.store.directories import ModelSource, on_this_machine, store_model
 from roundhouse.store.location import Location
@@ -38,6 +39,7 @@ from roundhouse.training.checkpoint import (
     weights_in,
 )
 from roundhouse.training.context_parallel import refuse_unfit_heads
+from roundhouse.training.expert_adapters import EXPERTS_OF_ONE, expert_adapters
 from roundhouse.training.forward import (
     Critic,
     Prediction,
@@ -68,8 +70,8 @@ from roundhouse.training.saved_tensors import files_of, matrix_types
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
 from roundhouse.training.tensor_parallel import refuse_unfit_shape, split_experts, split_matrices, sum_partial_gradients
 from roundhouse.weight_sync.base import Dtype
+from roundhouse.weight_sync.sending import TransferBegun, WeightOffer, WeightSender, sending_transport
 from roundhouse.weight_sync.tensor_files import weight_files
-from roundhouse.weight_sync.transfer import Sender, TransferBegun, TransferOffer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,7 +108,7 @@ class TrainEngine:
         self._dealer: Dealer | None = None
         self._optimizers: dict[Role, torch.optim.Optimizer] = {}
         self._side_files: dict[str, bytes] = {}
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -237,6 +239,8 @@ class TrainEngine:
         def prepare(model: PreTrainedModel) -> None:
             if role is Role.POLICY:
                 attach(model, self.config.lora, trainer_state, directory)
+                if self.ranks.size > 1 and expert_adapters(model):
+                    raise ConfigError(EXPERTS_OF_ONE)
                 if role in self._scorers:
                     _require_same_architecture(self.model, model, directory)
             elif (ours := vocabulary_size(self.model)) != (theirs := vocabulary_size(model)):
@@ -265,6 +269,7 @@ class TrainEngine:
             if role is Role.POLICY:
                 self._side_files = read_side_files(directory)
         (scorer,) = loaded
+        scorer.images = ImageReader.of_files(model.config.to_dict(), self._side_files)
         if scorer.logits_chunk:
             check_plain_logits(scorer)
         self._scorers[role] = scorer
@@ -334,14 +339,15 @@ class TrainEngine:
         weights = self.held_weights("float32")
         return weights.digest, len(weights.described)
 
-    def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
+    def begin_transfer(self, offer: WeightOffer, digest: str) -> TransferBegun:
         self.end_transfer()
         weights = self.held_weights(offer.dtype)
         if weights.digest != digest:
             raise DataError(
                 f"The trainer holds weights with the digest {weights.digest}, and the checkpoint's is {digest}."
             )
-        self._sender = Sender(weights.described, lambda: self.weights_in(offer.dtype), offer)
+        transport = sending_transport(offer.kind)
+        self._sender = transport.sender(weights.described, lambda: self.weights_in(offer.dtype), offer)
         self._sender.begin()
         return TransferBegun(digest=weights.sent_digest, source=self._sender.source())
 
@@ -392,7 +398,7 @@ class TrainEngine:
             range(len(tokens)),
             tokens.predicted,
             budget=config.tokens_per_microbatch,
-            packed=config.packing,
+            packed=scorer.packed,
             dealer=self._dealer,
         )
         for number, microbatch in enumerate(microbatches, 1):

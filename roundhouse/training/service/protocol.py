@@ -36,11 +36,11 @@ from roundhouse.errors import ConfigError, DataError, InfraError, RoundhouseErro
 from roundhouse.store.directories import StoredModel
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service.verbs import Role
-from roundhouse.weight_sync.transfer import TransferOffer
+from roundhouse.weight_sync.sending import AnyOffer
 
 Body = TypeVar("Body", bound=BaseModel)
 
-PROTOCOL = "6"
+PROTOCOL = "7"
 PROTOCOL_HEADER = "x-roundhouse-protocol"
 SESSION_HEADER = "x-roundhouse-session"
 NUMBER_HEADER = "x-roundhouse-call"
@@ -118,7 +118,7 @@ class StoreCheckpoint(_Body):
 
 
 class BeginTransfer(_Body):
-    offer: TransferOffer
+    offer: AnyOffer
     digest: str
     """Digest of the checkpoint with the required weights."""
 

@@ -37,7 +37,7 @@ from roundhouse.training.service.protocol import (
 )
 from roundhouse.training.service.verbs import LossBatch, ModelFacts, Role, TokenBatch, TrainService, ValueBatch
 from roundhouse.training.service.wire import pack, unpack
-from roundhouse.weight_sync.transfer import WeightHolder
+from roundhouse.weight_sync.sending import WeightHolder
 
 logger = logging.getLogger(__name__)
 

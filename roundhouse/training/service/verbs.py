@@ -78,6 +78,8 @@ class TokenBatch:
     """[T] int32."""
     predicted: np.ndarray
     """[T] bool: the tokens with a requested log-probability or preceding value."""
+    images: tuple[tuple[bytes, ...], ...] | None = None
+    """[S]: image files of the sequences; None without any. They are trained in this process alone."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -91,6 +93,7 @@ class TokenBatch:
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             token_ids=sequences.token_ids[chosen],
             predicted=predicted[chosen],
+            images=tuple(sequences.images[index] for index in indices) if sequences.images else None,
         )
 
 

@@ -33,7 +33,7 @@ from roundhouse.store.stage import ModelFiles
 from roundhouse.training.checkpoint import Cursor
 from roundhouse.training.service import protocol
 from roundhouse.training.service.verbs import Applied, Gradient, LossBatch, ModelFacts, Role, TokenBatch, ValueBatch
-from roundhouse.weight_sync.transfer import TransferBegun, TransferOffer
+from roundhouse.weight_sync.sending import TransferBegun, WeightOffer
 
 T = TypeVar("T")
 
@@ -250,7 +250,7 @@ class ChannelService:
             os.replace(directory / entry.path, directory / name)
         shutil.rmtree(directory / written.directory)
 
-    def begin_transfer(self, offer: TransferOffer, digest: str) -> TransferBegun:
+    def begin_transfer(self, offer: WeightOffer, digest: str) -> TransferBegun:
         request = protocol.BeginTransfer(offer=offer, digest=digest).model_dump_json().encode()
         return TransferBegun.model_validate_json(self.channel.change("begin_transfer", request))
 

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from playing import IMAGE, SANDBOXES
 
 from roundhouse.config.sandboxes import SandboxLimits
 from roundhouse.environments.sandbox import SandboxUnavailable
 from roundhouse.environments.sandboxes import Sandbox, new_sandbox
-from roundhouse.environments.sandboxes.container import find_program
+from tests.gym.environments.playing import IMAGE, SANDBOXES
 
 BUSYBOX = shutil.which("busybox")
 
@@ -21,6 +20,7 @@ BUSYBOX = shutil.which("busybox")
 @pytest.fixture(scope="session")
 def program() -> Iterator[str]:
     """The container program, after it has imported the image."""
+    find_program = pytest.importorskip("roundhouse.plugins.container_sandbox.sandbox").find_program
     try:
         name = find_program(None)
     except SandboxUnavailable as error:

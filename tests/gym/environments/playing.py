@@ -4,18 +4,20 @@ import json
 import random
 from typing import Any
 
-from roundhouse.config.sandboxes import ContainerSandbox, LocalSandbox
+from roundhouse import plugins
+from roundhouse.config.sandboxes import LocalSandbox, SandboxLimits
 from roundhouse.environments.base import Environment, Rewarded, Split, TaskRow, Verdict
 from roundhouse.environments.generated import GeneratedEnvironment
 
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 IMAGE = "localhost/roundhouse-sandbox-test:1"
 LIMITS: dict[str, Any] = {"command_seconds": 10, "processes": 20, "disk_mib": 8, "output_bytes": 1000}
-SANDBOXES: dict[str, LocalSandbox | ContainerSandbox] = {
-    "local": LocalSandbox(memory_mib=256, **LIMITS),
-    "container": ContainerSandbox(kind="container", image=IMAGE, memory_mib=64, **LIMITS),
-}
+SANDBOXES: dict[str, SandboxLimits] = {"local": LocalSandbox(memory_mib=256, **LIMITS)}
 """Sections with small limits, by kind."""
+if "container" in plugins.names("sandbox"):
+    SANDBOXES["container"] = plugins.section("sandbox", "container")(
+        kind="container", image=IMAGE, memory_mib=64, **LIMITS
+    )
 
 
 def message(text: str) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playing import judge, message, replay, tool_call
 
 from roundhouse.environments import Calculator
 from roundhouse.environments.calculator import evaluate
+from tests.gym.environments.playing import judge, message, replay, tool_call
 
 CALCULATOR = Calculator()
 ROW = next(row for row in [*CALCULATOR.tasks("train"), *CALCULATOR.tasks("heldout")] if row["answer"] == 17)

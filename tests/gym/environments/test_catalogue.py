@@ -1,21 +1,24 @@
-"""The catalogue in docs/environments.md agrees with the environments."""
+"""The catalogues in docs/ agree with the environments."""
 
 from pathlib import Path
 
-from playing import SPLITS
+import pytest
 from pydantic import TypeAdapter
 
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
 from roundhouse.environments import included_sections, load_any
+from tests.gym.environments.playing import SPLITS
+from tests.gym.kinds import needs
 
-DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[3] / "docs"
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 
-def table() -> str:
+def table(package: str) -> str:
+    """Return the catalogue of the environments whose sections are in this package."""
     lines = ["| kind | task | tools | train / held out | example |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join(lines + [_line(config) for config in included_sections()])
+    return "\n".join(lines + [_line(each) for each in included_sections() if each.__module__.startswith(package)])
 
 
 def _line(config: type[Section]) -> str:
@@ -40,5 +43,14 @@ def _flat(text: str) -> str:
     return "`" + text.replace("\n", " ⏎ ").replace("|", "¦") + "`"
 
 
-def test_the_catalogue_lists_every_kind_as_it_is() -> None:
-    assert table() in DOCS.read_text(), "write the table that `table()` gives into docs/environments.md"
+@pytest.mark.parametrize(
+    ("package", "page"),
+    [
+        ("roundhouse.config", "environments.md"),
+        pytest.param(
+            "roundhouse.plugins.example_environments", "plugins/example-environments.md", marks=needs("lookup")
+        ),
+    ],
+)
+def test_the_catalogue_lists_every_kind_as_it_is(package: str, page: str) -> None:
+    assert table(package) in (DOCS / page).read_text(), f"write `table({package!r})` into docs/{page}"

@@ -3,9 +3,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playing import judge, message, tool_call
 
 from roundhouse.environments.single_turn import Countdown, value_of
+from tests.gym.environments.playing import judge, message, tool_call
 
 COUNTDOWN = Countdown(problems=50)
 ROW = {"numbers": [3, 5, 8], "target": 6}

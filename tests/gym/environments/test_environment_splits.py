@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundhouse.config.models import CalculatorEnvironment, GuessNumberEnvironment, SortEnvironment
-from roundhouse.environments import Calculator, Sort, load, search
+from roundhouse.config.models import CalculatorEnvironment, SortEnvironment
+from roundhouse.environments import Calculator, Sort, load
 from roundhouse.environments.generated import deal, split_problems
 
 
@@ -42,14 +42,7 @@ def test_sort_tasks_are_all_orders_and_share_none() -> None:
     assert "Sort 4 1 6 2." in {*train, *heldout}
 
 
-def test_guess_number_splits_draw_from_the_same_numbers_evenly_and_say_so() -> None:
-    environment = load(GuessNumberEnvironment(upper=7))
-    counts = [Counter(row["hidden"] for row in environment.tasks(split)) for split in ("train", "heldout")]
-    assert counts[0] == counts[1] == dict.fromkeys(range(1, 8), 20)
-    assert "draw from the same" in (search.GuessNumber.__doc__ or "")
-
-
-@pytest.mark.parametrize("config", [CalculatorEnvironment(), SortEnvironment(digits=3), GuessNumberEnvironment()])
+@pytest.mark.parametrize("config", [CalculatorEnvironment(), SortEnvironment(digits=3)])
 def test_task_ids_are_unique_over_both_splits_and_the_order_never_changes(config) -> None:
     first, second = load(config), load(config)
     ids = [[row["task_id"] for split in ("train", "heldout") for row in each.tasks(split)] for each in (first, second)]

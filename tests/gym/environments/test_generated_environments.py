@@ -2,41 +2,33 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
-from playing import SPLITS, prompt_of, rewards_of
 
-from roundhouse.config.environments import (
-    ArithmeticChainEnvironment,
-    BugFixEnvironment,
-    CodeEnvironment,
-    CountdownEnvironment,
-    GeneratedProblems,
-    LookupEnvironment,
-    SqlWorldEnvironment,
-    SudokuEnvironment,
-    TerminalEnvironment,
-    WarehouseEnvironment,
-)
+from roundhouse import plugins
 from roundhouse.environments import load, made_once
 from roundhouse.environments.base import Toolbox
 from roundhouse.environments.calculator import ArithmeticChain
 from roundhouse.environments.generated import GeneratedEnvironment
 from roundhouse.errors import ConfigError
+from tests.gym.environments.playing import SPLITS, prompt_of, rewards_of
+from tests.gym.kinds import CONFIG
 
-CONFIGS: list[GeneratedProblems] = [
-    ArithmeticChainEnvironment(kind="arithmetic_chain", problems=300),
-    ArithmeticChainEnvironment(kind="arithmetic_chain", problems=100, operators=6),
-    LookupEnvironment(kind="lookup", problems=300),
-    CountdownEnvironment(kind="countdown", problems=300),
-    SudokuEnvironment(kind="sudoku", problems=300),
-    WarehouseEnvironment(kind="warehouse", problems=300),
-    WarehouseEnvironment(kind="warehouse", problems=100, orders=4),
-    SqlWorldEnvironment(kind="sql_world", problems=200),
-    CodeEnvironment(kind="code", problems=100),
-    TerminalEnvironment(kind="terminal", problems=100),
-    BugFixEnvironment(kind="bug_fix", problems=100),
+TREES: list[dict[str, Any]] = [
+    {"kind": "arithmetic_chain", "problems": 300},
+    {"kind": "arithmetic_chain", "problems": 100, "operators": 6},
+    {"kind": "lookup", "problems": 300},
+    {"kind": "countdown", "problems": 300},
+    {"kind": "sudoku", "problems": 300},
+    {"kind": "warehouse", "problems": 300},
+    {"kind": "warehouse", "problems": 100, "orders": 4},
+    {"kind": "sql_world", "problems": 200},
+    {"kind": "code", "problems": 100},
+    {"kind": "terminal", "problems": 100},
+    {"kind": "bug_fix", "problems": 100},
 ]
+CONFIGS = [CONFIG.validate_python(each) for each in TREES if each["kind"] in plugins.names("environment")]
 
 
 def some(environment: GeneratedEnvironment) -> int:

@@ -1,7 +1,7 @@
 import pytest
-from playing import judge, message
 
 from roundhouse.environments.single_turn import CHECKS, TEXTS, InstructionConstraints, satisfied
+from tests.gym.environments.playing import judge, message
 
 BRIEFS = InstructionConstraints(problems=50)
 

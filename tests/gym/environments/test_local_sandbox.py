@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playing import SANDBOXES
 
 from roundhouse.config.sandboxes import SandboxLimits
 from roundhouse.environments import check_sandboxes, environment_config
@@ -20,6 +19,8 @@ from roundhouse.environments.sandboxed import shown
 from roundhouse.environments.sandboxes import CommandResult, FilesRefused, Sandbox, archive, new_sandbox, regular_files
 from roundhouse.environments.sandboxes.local import CHILD
 from roundhouse.errors import ConfigError
+from tests.gym.environments.playing import SANDBOXES
+from tests.gym.kinds import needs
 
 CONFIG = SANDBOXES["local"]
 CANARY = "canary-8c11d2"
@@ -186,6 +187,7 @@ def test_a_sandbox_ends_with_its_owner_however_that_ended() -> None:
     assert psutil.wait_procs(found, timeout=30)[1] == []
 
 
+@needs("terminal")
 async def test_a_machine_that_refuses_namespaces_runs_nothing_and_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,7 +201,7 @@ async def test_a_machine_that_refuses_namespaces_runs_nothing_and_says_what_to_s
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"), reason="becomes another user")
 def test_without_root_it_is_confined_by_a_user_namespace(tmp_path: Path) -> None:
     """The same script as an ordinary user: it counts its own processes, and is nobody else there."""
-    settings = {"memory_bytes": 2**28, "disk_bytes": 2**20, "processes": 10, "lifetime_seconds": 60}
+    settings = {"memory_bytes": 2**28, "disk_bytes": 2**20, "directories": [], "processes": 10, "lifetime_seconds": 60}
     variables = {"PATH": "/usr/bin:/bin"}
     request = {"stdin": "", "seconds": 10, "output_bytes": 1000}
     command = "id -u; touch /usr/x; for n in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 60 & done"
@@ -237,6 +239,7 @@ def test_an_archive_that_is_none_has_no_files() -> None:
     assert regular_files(b"") == {}
 
 
+@needs("terminal")
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

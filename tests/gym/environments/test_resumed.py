@@ -6,19 +6,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from playing import prompt_of
 
-from roundhouse.compat.nemo_gym.servers.resources import build_app
-from roundhouse.config.environments import FrozenLakeEnvironment, RemoteEnvironment
 from roundhouse.config.section import Section
 from roundhouse.environments import included_sections, load_any
 from roundhouse.environments.base import TaskRow
+from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.rollout.protocol import EnvironmentClient
 from roundhouse.trajectories.records import Rollout, Status
+from tests.gym.environments.playing import prompt_of
 from tests.gym.interrupted import interrupted_before, resumed
-from tests.gym.kinds import EACH_KIND, kind_of, smallest
+from tests.gym.kinds import EACH_KIND, having, kind_of, smallest
 from tests.gym.playground import (
     SAMPLING,
     Reply,
@@ -69,7 +69,7 @@ async def test_each_kind_goes_on_after_any_of_its_turns_and_ends_as_if_it_had_be
             assert not journal.resumptions.rollouts_restarted
 
 
-@pytest.mark.parametrize("kind", ["warehouse", "frozen_lake"])
+@pytest.mark.parametrize("kind", having("warehouse", "frozen_lake"))
 async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_process(
     kind: str, tmp_path: Path
 ) -> None:
@@ -79,7 +79,7 @@ async def test_a_server_said_to_be_repeatable_goes_on_like_the_environment_in_pr
     rows = [row for row in local.tasks("train") if prompt_of(row) == prompt]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    terms = {"protocol": "gymnasium" if config is FrozenLakeEnvironment else "tools", "restore": "replay"}
+    terms = {"protocol": "gymnasium" if kind == "frozen_lake" else "tools", "restore": "replay"}
     with serving(build_app(local)) as url:
         remote = RemoteEnvironment.model_validate({"kind": "remote", "url": url, "train_tasks": str(file), **terms})
         async with open_environment(remote) as client:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from roundhouse.config.sandboxes import LocalSandbox, SandboxLimits
 from roundhouse.environments.sandbox import SandboxKilled
@@ -13,7 +15,7 @@ from roundhouse.environments.sandboxed import shown
 from roundhouse.environments.sandboxes import CommandResult, FilesRefused, Sandbox, new_sandbox
 
 
-async def started(config: SandboxLimits, **changes: float) -> Sandbox:
+async def started(config: SandboxLimits, **changes: Any) -> Sandbox:
     sandbox = new_sandbox(config.model_copy(update=changes))
     await sandbox.start()
     return sandbox
@@ -30,6 +32,24 @@ async def test_a_path_outside_of_the_working_directory_is_refused(sandbox: Sandb
     for path in ("/etc/x", "../x", "a/../../x", "", "a\0b"):
         with pytest.raises(FilesRefused, match="not a path in the working directory"):
             await sandbox.write_files({path: b""})
+
+
+async def test_further_directories_are_empty_and_writable_and_others_are_not(config: SandboxLimits) -> None:
+    sandbox = await started(config, directories=("/app/part", "/app", "/root/x"))
+    command = "ls -A /app/part; cd /app/part && echo x > a && mkdir /app/b /root/x/c && cat /app/part/a; touch /root/y"
+    assert (await sandbox.run(command)).output.splitlines()[0] == "x"
+    assert (await sandbox.run("ls /app /app/part; touch /root/y /y 2>/dev/null")) == CommandResult(
+        1, "/app:\nb\npart\n\n/app/part:\na\n"
+    )
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "app", "/app/", "/app/../usr", "/usr/share/x", "/tmp/x", "/app:exec", "/a,b", "/a b"]
+)
+def test_a_further_directory_of_the_system_or_with_another_name_is_refused(path: str) -> None:
+    with pytest.raises(ValidationError, match="directories"):
+        LocalSandbox(directories=(path,))
 
 
 async def test_two_sandboxes_share_no_file(config: SandboxLimits, sandbox: Sandbox) -> None:

@@ -1,9 +1,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playing import judge, message, replay
 
 from roundhouse.environments import Sort
+from tests.gym.environments.playing import judge, message, replay
 
 SORT = Sort(digits=6)
 ROW = next(row for row in SORT.tasks("train") if row["answer"] == "1 2 3 4 6 9")

@@ -1,6 +1,5 @@
-from playing import judge, message
-
 from roundhouse.environments.single_turn import BOXES, COLUMNS, ROWS, Sudoku, solutions
+from tests.gym.environments.playing import judge, message
 
 SUDOKU = Sudoku(problems=50)
 ROW = {"given": "1.3434.22143432."}

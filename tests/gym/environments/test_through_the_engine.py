@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playing import prompt_of
 from pydantic import TypeAdapter
 
-from roundhouse.compat.nemo_gym.servers.resources import build_app
 from roundhouse.config.environments import EnvironmentConfig
 from roundhouse.config.section import Section
 from roundhouse.environments import environment_config, load_any
 from roundhouse.environments.base import TaskRow
+from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import open_environment
 from roundhouse.trajectories.records import Status
-from tests.gym.kinds import EACH_KIND, smallest
+from tests.gym.environments.playing import prompt_of
+from tests.gym.kinds import EACH_KIND, having, smallest
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, rollout_config, serving, spec_of
 
 CONFIG: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
@@ -39,7 +39,7 @@ async def test_a_shown_solution_completes_one_of_its_tasks_with_reward_one(confi
     assert sum(rollout.reward_components.values() or [1.0]) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "warehouse", "sql_world", "code", "frozen_lake"])
+@pytest.mark.parametrize("kind", having("lookup", "warehouse", "sql_world", "code", "frozen_lake"))
 async def test_over_http_it_gives_the_same_texts_and_the_same_reward(kind: str, tmp_path: Path) -> None:
     """The kinds with sessions, by the contract's routes, in both protocols."""
     local = CONFIG.validate_python({"kind": kind, "problems": 60})

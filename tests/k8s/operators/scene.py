@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roundhouse.infra.kubernetes.cluster import ApiRefused, Cluster
+from roundhouse.plugins.kubernetes.cluster import ApiRefused, Cluster
 from tests.k8s.stand import cluster_of
 from tests.k8s.validation import ROOT, rendered_at
 from tests.ports import free_port

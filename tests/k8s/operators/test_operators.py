@@ -15,7 +15,7 @@ import s3fs
 
 from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
-from roundhouse.infra.checks import kubernetes as checks
+from roundhouse.plugins.kubernetes import checks
 from roundhouse.stages.checkpoint import publish, publish_starting_policy
 from roundhouse.stages.refit import engine_service, refit_iteration
 from roundhouse.store.run import Run, open_run

@@ -18,7 +18,8 @@ from roundhouse.stages.collect import collect_iteration
 from roundhouse.stages.policy import starting_policy
 from roundhouse.stages.preflight import refuse_unready
 from roundhouse.stages.refit import engine_at, refit_iteration
-from roundhouse.stages.train import release_trainer, train_iteration
+from roundhouse.stages.train import train_iteration
+from roundhouse.stages.trainer_home import release_trainers
 from roundhouse.stages.validate import validate_iteration, vocabulary_size
 from roundhouse.store.directories import checkpoint_cache
 from roundhouse.store.run import Run, open_run
@@ -58,7 +59,7 @@ def iterate(run: Run, iterations: int) -> list[Reference]:
         sequences = validate_iteration(run, k, rollouts, vocabulary_size(run))
         updates.append(train_iteration(run, k, sequences, checkpoint, checkpoint_cache(run.config)))
         checkpoint = publish(run, updates[-1])
-    release_trainer()
+    release_trainers()
     return updates
 
 

@@ -12,7 +12,7 @@ from roundhouse.config.algorithms import GRPOConfig
 from roundhouse.config.models import TrainConfig
 from roundhouse.config.training import RayService
 from roundhouse.errors import ConfigError, DataError, InfraError
-from roundhouse.stages.train import open_service
+from roundhouse.stages.trainers import open_service
 from roundhouse.training.service.actor import ActorChannel
 from roundhouse.training.service.wire import ChannelService
 from roundhouse.training.trainer import Trainer

@@ -1,1 +1,0 @@
-"""Foreign worlds, each removable: nothing outside imports them except by the kind that a configuration names."""

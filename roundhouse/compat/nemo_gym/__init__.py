@@ -1,1 +1,0 @@
-"""NeMo Gym: its configuration, files, servers and clients."""
