@@ -14,7 +14,7 @@ export PYTHON GPU
 # Each of the many processes that runs and tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: contracts help setup quickstart pretrained tool smollm2 up down test test-real test-long measure check chaos chaos-ranks soak bench-restart bench-gym bench-hosted bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan bench-precision reference docs format lock clean
+.PHONY: contracts help setup quickstart pretrained tool smollm2 up down test test-real test-long test-nightly measure check chaos chaos-ranks soak bench-restart bench-gym bench-hosted bench-journal bench-train bench-packing bench-mfu bench-trl bench-validate bench-replay bench-bisect bench-doctor bench-bill bench-view bench-pages bench-async bench-overlap bench-overhead bench-delta bench-hacking bench-refit bench-checkpoint bench-plan bench-precision reference docs format lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
@@ -53,10 +53,13 @@ test: setup ## pure tests and one smoke test for each real kind, in minutes; acr
 	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),--workers $(TEST_WORKERS))
 
 test-real: setup ## the other tests on real services: vLLM, Ray Serve, Prefect, MLflow, S3, ranks, a browser
-	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),-m "real and not smoke and not long" --workers $(REAL_WORKERS))
+	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),-m "real and not smoke and not long and not nightly" --workers $(REAL_WORKERS))
 
-test-long: setup ## slow tests, printed one by one: stories, chaos, every benchmark and make target, README's commands
+test-long: setup ## slow tests, printed one by one: stories of whole runs, kills, ranks
 	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(LONG_WORKERS))
+
+test-nightly: setup ## every benchmark, make target and command of the README, every planted cause, every key ignored
+	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m nightly --workers $(LONG_WORKERS))
 
 contracts: setup ## install the foreign packages of tests/contracts/packages.txt and test against them (CONTRACTS="nemo-gym-0.7.0")
 	@$(BIN)/python tools/contract_environments.py $(CONTRACTS)

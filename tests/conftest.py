@@ -120,12 +120,21 @@ def group_of(nodeid: str) -> str:
 
 TIERS = {
     "quick": (
-        "not contract and not long and (not real or smoke)",
+        "not contract and not nightly and not long and (not real or smoke)",
         "make test",
         "pure tests, and one smoke test for each real kind",
     ),
-    "real": ("real and not smoke and not long", "make test-real", "the other tests on real services and processes"),
-    "long": ("long", "make test-long", "stories, chaos, benchmarks, make targets, README's commands"),
+    "real": (
+        "real and not smoke and not long and not nightly",
+        "make test-real",
+        "the other tests on real services and processes",
+    ),
+    "long": ("long", "make test-long", "stories of whole runs, kills, ranks"),
+    "nightly": (
+        "nightly",
+        "make test-nightly",
+        "every benchmark, make target and command of the README, every planted cause, every key ignored",
+    ),
     "contracts": ("contract", "make contracts", "foreign packages, each in an environment of its own"),
 }
 """Marker expression, command and content of each tier; each test is in exactly one."""

@@ -124,7 +124,7 @@ def _ends_with_json(command: list[str], scratch: Path) -> dict:
     return report
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
     """The one after the other: `bench-pages` opens the run that the soak left."""
@@ -139,7 +139,7 @@ def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
     _ends_with_json(["make", "-s", "-o", "setup", "bench-pages", f"BENCH_ARGS={arguments}"], scratch)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_bill_of_runs_that_are_killed_is_what_engine_and_system_count(scratch: Path) -> None:
     command = ["make", "-s", "-o", "setup", "bench-bill", f"BENCH_ARGS={BY_MAKE['bench-bill']}"]
@@ -151,14 +151,14 @@ def test_the_bill_of_runs_that_are_killed_is_what_engine_and_system_count(scratc
     assert -0.01 < seconds["value"] < 0.01 + lost
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", [name for name in BY_MAKE if name not in ("soak", "bench-bill")])
 def test_a_target_of_make_runs(target: str, scratch: Path) -> None:
     _ends_with_json(["make", "-s", "-o", "setup", target, f"BENCH_ARGS={BY_MAKE[target]}"], scratch)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", BY_SCRIPT)
 def test_a_script_without_a_target_runs(script: str, scratch: Path) -> None:

@@ -32,7 +32,7 @@ def test_every_key_has_a_line_in_the_table_of_the_tests_that_show_it(pytestconfi
     assert not missing, "the table names tests that the suite does not have:\n" + "\n".join(missing)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("folder", sorted({line.folder for line in table() if line.readers in READERS}))
 def test_every_line_names_a_test_that_fails_when_the_key_is_ignored(folder: str) -> None:

@@ -29,7 +29,7 @@ def write_chat_rows(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_policy_learns_from_images(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

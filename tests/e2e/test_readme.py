@@ -68,7 +68,7 @@ def serves_until_interrupted(directory: Path, command: str) -> None:
         process.wait()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_quickstart_learns_and_every_command_after_it_works(fresh: Path) -> None:
     done = run(fresh, "make -o setup quickstart", QUICKSTART_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

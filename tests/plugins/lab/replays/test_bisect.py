@@ -30,7 +30,7 @@ IN_SHORT = ("entropy",)
 
 def plants() -> list[object]:
     """The quickest plant; all others if time permits."""
-    marks = {plant.name: () if plant.name in IN_SHORT else (pytest.mark.long,) for plant in PLANTS}
+    marks = {plant.name: () if plant.name in IN_SHORT else (pytest.mark.nightly,) for plant in PLANTS}
     return [pytest.param(plant, id=plant.name, marks=marks[plant.name]) for plant in PLANTS]
 
 
@@ -64,7 +64,7 @@ def test_the_command_names_the_reward_code_and_leaves_a_sound_store(tmp_path: Pa
     assert replay_names(run.config.store) == [kept], "another search leaves what this one kept"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_a_healthy_run_has_no_verdict(seed: int, tmp_path: Path) -> None:
     run = planted_run(tmp_path, HEALTHY, seed=seed)
@@ -152,7 +152,7 @@ def test_a_set_that_was_never_seen_to_do_it_is_not_returned() -> None:
     assert few in ([0, 1, 2], [0, 1], [0, 1, 2, 3])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_poisoned_groups_of_sixteen_are_the_smallest_set(tmp_path: Path) -> None:
     plant = next(plant for plant in PLANTS if plant.name == "two of sixteen groups poisoned")
     run = planted_run(tmp_path, plant, iterations=4)
