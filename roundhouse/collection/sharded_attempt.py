@@ -28,7 +28,7 @@ from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
 from roundhouse.config.environments import SERVERS_VARIABLE
 from roundhouse.config.models import Sampling
-from roundhouse.config.rollout import InProcessCollection, ProcessShards, Shards
+from roundhouse.config.rollout import InProcessCollection, Shards
 from roundhouse.cpu import take_seconds
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
@@ -155,9 +155,7 @@ class ShardedAttempt:
 
     def open_launcher(self, programs: Sequence[Program]) -> Launcher:
         """Open the launcher for these programs, and end unwanted workers that the stage started."""
-        distribution = self.distribution
-        name = distribution.launcher if isinstance(distribution, ProcessShards) else "kubernetes"
-        launcher = open_launcher(name, "rollout.distribution.launcher", self.run)
+        launcher = open_launcher(self.distribution.launcher_name, "rollout.distribution.launcher", self.run)
         try:
             launcher.expect(programs)
         except BaseException:

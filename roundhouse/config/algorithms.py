@@ -209,6 +209,11 @@ class TokenLoss(Section):
         return True
 
     @property
+    def needs_sampled_tokens(self) -> bool:
+        """Return whether the loss uses the probability of each token when it was sampled."""
+        return True
+
+    @property
     def reference_source(self) -> str | None:
         """Return the trainer's reference model: `start` (version 0), a model directory, or None."""
         return "start" if self.kl_coefficient > 0 else None
@@ -632,6 +637,10 @@ class CrossEntropyConfig(TokenLoss):
 
     @property
     def needs_groups(self) -> bool:
+        return False
+
+    @property
+    def needs_sampled_tokens(self) -> bool:
         return False
 
     @model_validator(mode="after")

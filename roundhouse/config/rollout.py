@@ -119,6 +119,11 @@ class Shards(Section):
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one worker, from its start to its last rollout. A Job's wait for a node counts."""
 
+    @property
+    def launcher_name(self) -> str:
+        """Return the launcher that starts the workers."""
+        raise NotImplementedError
+
 
 class ProcessShards(Shards):
     """Processes in addition to the stage's own, on the launcher's machines."""
@@ -126,6 +131,10 @@ class ProcessShards(Shards):
     kind: Literal["process"] = "process"
     launcher: LauncherName = "subprocess"
     """Launcher of a worker: `subprocess`, `ray` or `module:Class`."""
+
+    @property
+    def launcher_name(self) -> str:
+        return self.launcher
 
     @field_validator("launcher")
     @classmethod
@@ -139,6 +148,10 @@ class JobShards(Shards):
     """Jobs of one pod each, on the cluster of `infra`; `infra.collector` describes the pod."""
 
     kind: Literal["job"] = "job"
+
+    @property
+    def launcher_name(self) -> str:
+        return "kubernetes"
 
 
 Distribution = Annotated[InProcessCollection | ProcessShards | JobShards, Field(discriminator="kind")]

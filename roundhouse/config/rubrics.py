@@ -5,7 +5,7 @@ Invariant: an accepted rubric can be asked: each criterion has a question or a f
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -119,12 +119,20 @@ class Criterion(Section):
 class Criteria(Section):
     """Questions and functions that score a rollout together."""
 
+    name: ClassVar[str]
+    """Key of the section."""
+
     criteria: Annotated[dict[EnvironmentName, Criterion], Field(min_length=1)]
     """Criteria by name. In a rubric each is a component of the reward."""
     judge: Judge | None = None
     """The judge of the questions. May be unset only if every criterion is a function."""
     shown: tuple[str, ...] = ()
     """Fields of the task row that the judge sees in addition to the conversation, such as a right answer."""
+
+    @property
+    def weight_of_environment(self) -> float:
+        """Return the weight of the environment's reward among the criteria."""
+        return 0.0
 
     @model_validator(mode="after")
     def _asked(self) -> Self:
@@ -140,8 +148,13 @@ class Rubric(Criteria):
     """Reward of a rollout, instead of or in addition to the environment's reward: the weighted mean of its criteria,
     each a component of the reward."""
 
+    name = "rubric"
     own_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the environment's reward, as component `environment`. 0: omit it."""
+
+    @property
+    def weight_of_environment(self) -> float:
+        return self.own_weight
 
     @model_validator(mode="after")
     def _own_name(self) -> Self:
@@ -155,6 +168,8 @@ class Rubric(Criteria):
 class Audit(Criteria):
     """A second judgement of rewarded rollouts that does not change the reward. Many refusals mean that the policy is rewarded
     for something other than the task (alert `reward_hacking`)."""
+
+    name = "audit"
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the rewarded rollouts that are audited, drawn by each rollout's seed."""

@@ -19,7 +19,6 @@ from roundhouse.config.environments import (
     CustomEnvironment,
     EnvironmentConfig,
     EnvironmentSection,
-    MixtureEnvironment,
     environments_in,
 )
 from roundhouse.config.kinds import Kinds
@@ -45,8 +44,8 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """
     if isinstance(config, CustomEnvironment):
         return _custom(config)
-    if isinstance(config, MixtureEnvironment):
-        raise ConfigError(config.elsewhere())
+    if problem := config.elsewhere():
+        raise ConfigError(problem)
     plain = config.model_copy(update={"rubric": None, "audit": None})
     return made_once(plain) if config.is_included else _made(plain)
 
@@ -118,8 +117,7 @@ def _made(config: EnvironmentSection) -> Environment | GymnasiumEnvironment:
 
 def included_sections() -> list[type[EnvironmentSection]]:
     """Return the sections of the environments that come with Roundhouse."""
-    sections = (each for each in Kinds("environment").sections() if issubclass(each, EnvironmentSection))
-    return [each for each in sections if each.is_included]
+    return [each for each in Kinds("environment").sections() if getattr(each, "is_included", False)]
 
 
 def has_own_splits(config: EnvironmentConfig) -> bool:
@@ -136,8 +134,8 @@ def first_task(config: EnvironmentConfig) -> TaskRow | None:
     Raises:
         ConfigError: the environment or its task cannot be made.
     """
-    if isinstance(config, MixtureEnvironment):
-        rows = [row for each in config.environments.values() if (row := first_task(each)) is not None]
+    if config.parts:
+        rows = [row for each in config.parts.values() if (row := first_task(each)) is not None]
         return max(rows, key=lambda row: len(row.get("responses_create_params", {}).get("tools") or ()), default=None)
     if config.elsewhere():
         return None
@@ -187,9 +185,9 @@ def demonstrating(config: EnvironmentConfig) -> TaskSource:
     Raises:
         ConfigError: as `load_any`, or no environment of the mixture has any.
     """
-    if not isinstance(config, MixtureEnvironment):
+    if not config.parts:
         return load_any(config)
-    return Mixture([load_any(each) for each in config.environments.values() if _demonstrates(each)])
+    return Mixture([load_any(each) for each in config.parts.values() if _demonstrates(each)])
 
 
 def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
@@ -198,8 +196,8 @@ def refuse_without_demonstrations(config: EnvironmentConfig) -> None:
     Raises:
         ConfigError: it does not have a `demonstrations` method, or cannot be imported.
     """
-    if isinstance(config, MixtureEnvironment):
-        if not any(_demonstrates(each) for each in config.environments.values()):
+    if config.parts:
+        if not any(_demonstrates(each) for each in config.parts.values()):
             raise without_demonstrations("mixture")
     elif class_of(config).demonstrations is TaskSource.demonstrations:
         raise without_demonstrations(class_of(config).name)

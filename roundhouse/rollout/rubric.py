@@ -134,8 +134,7 @@ class RubricJudge:
             ConfigError: a function cannot be imported, or the variable of the key is not set.
         """
         self.section, self.judge = section, section.judge
-        name = "audit" if isinstance(section, Audit) else "rubric"
-        self.key, self._prefix = f"environment.{name}", PREFIXES[name]
+        self.key, self._prefix = f"environment.{section.name}", PREFIXES[section.name]
         targets = {
             f"{self.key}.criteria.{name}.function": each.function
             for name, each in section.criteria.items()
@@ -211,8 +210,8 @@ class RubricJudge:
         scoring = (self._score(name, each, rollout, retry, attempt) for name, each in criteria.items())
         scores = dict(zip(criteria, await results_together(scoring), strict=True))
         weights = {name: each.weight for name, each in criteria.items()}
-        if isinstance(self.section, Rubric) and self.section.own_weight:
-            weights[OWN], scores[OWN] = self.section.own_weight, rollout.reward
+        if weight := self.section.weight_of_environment:
+            weights[OWN], scores[OWN] = weight, rollout.reward
         total = math.fsum(weights.values())
         return {name: weight / total * scores[name] for name, weight in weights.items()}
 

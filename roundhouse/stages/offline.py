@@ -26,7 +26,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from roundhouse.activity import announce
-from roundhouse.config.algorithms import CrossEntropyConfig
 from roundhouse.config.models import RunConfig
 from roundhouse.config.rollout import CHAT_ROWS, NAMED, OfflineConfig
 from roundhouse.errors import ConfigError, DataError, StoreError
@@ -301,7 +300,7 @@ def _refuse_weights_of_tokens(config: RunConfig, label: str, origin: str = "writ
     """Refuse token weights: the tokens were not sampled from a policy, so their probabilities are unknown."""
     algorithm = config.train.algorithm
     written = f"dataset {label} was {origin}: it lacks the log-probabilities for token weights"
-    if not isinstance(algorithm, CrossEntropyConfig):
+    if algorithm.needs_sampled_tokens:
         raise ConfigError(
             f"train.algorithm.kind is {algorithm.kind}, but {written}. Set it to cross_entropy (--method sft)."
         )

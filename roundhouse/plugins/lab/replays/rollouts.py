@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from roundhouse.config.environments import MixtureEnvironment, environments_in
 from roundhouse.config.models import EnvironmentConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
-from roundhouse.config.rubrics import Rubric
 from roundhouse.errors import ConfigError, DataError, InfraError
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import MixtureAgent, open_environment
@@ -143,9 +142,7 @@ def judging_alone(environment: EnvironmentClient, rollout: Rollout) -> RubricJud
     if isinstance(agent, MixtureAgent):
         agent = agent.of(rollout.task)
     judge = agent.judge if isinstance(agent, JudgedAgent) else None
-    if judge is None:
-        return None
-    return None if isinstance(judge.section, Rubric) and judge.section.own_weight else judge
+    return None if judge is None or judge.section.weight_of_environment else judge
 
 
 async def _scored(rollout: Rollout, rubric: RubricJudge, seconds: float) -> Judged:
