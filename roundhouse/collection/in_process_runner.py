@@ -318,7 +318,7 @@ def begin_attempt(run: Run, stage: Stage, policy_version: int, oldest_version: i
         policy_version: the collected version.
         oldest_version: also accept calls of versions from this one on.
     """
-    if run.config.rollout.distribution.in_process:
+    if run.config.rollout.distribution.workers is None:
         return Parts(run.begin(stage, policy_version=policy_version), policy_version, oldest_version)
     from roundhouse.collection.sharded_attempt import ShardedAttempt
 
@@ -329,7 +329,7 @@ def runner_of(
     config: RunConfig, plan: PlannedRollouts, dispatch: Dispatch, engine_url: str, **options: Any
 ) -> RolloutRunner[Any, Any]:
     """The runner that `rollout.distribution` names; options as of `RolloutRunner`."""
-    if config.rollout.distribution.in_process:
+    if config.rollout.distribution.workers is None:
         return InProcessRunner(config, plan, dispatch, engine_url, **options)
     from roundhouse.collection.shard_runner import ShardRunner
 

@@ -41,7 +41,6 @@ from roundhouse.collection.runner import (
 )
 from roundhouse.collection.sharded_attempt import ShardedAttempt, ShardOutcome
 from roundhouse.collection.shards import Shard, begun_on, shares, split
-from roundhouse.config.rollout import Shards
 from roundhouse.cpu import attribute_to_this_stage
 from roundhouse.errors import InfraError
 from roundhouse.launch.base import Launcher, Program, Stopped
@@ -245,8 +244,8 @@ class ShardRunner(RolloutRunner[OpenShards, ShardedAttempt]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        distribution = self.config.rollout.distribution
-        assert isinstance(distribution, Shards), "a collection in this process has no shards"
+        distribution = self.config.rollout.distribution.workers
+        assert distribution is not None, "a collection in this process has no shards"
         self._distribution = distribution
         self._at_work: set[RunningShard] = set()
 

@@ -28,7 +28,7 @@ from roundhouse.activity import ACTIVITY
 from roundhouse.collection.shards import Shard, ShardReport, ShardSpec, finished_in, planned_groups
 from roundhouse.config.environments import SERVERS_VARIABLE
 from roundhouse.config.models import Sampling
-from roundhouse.config.rollout import InProcessCollection, Shards
+from roundhouse.config.rollout import InProcessCollection
 from roundhouse.cpu import take_seconds
 from roundhouse.errors import InfraError, StoreError
 from roundhouse.launch.base import Launcher, Program, open_launcher
@@ -79,8 +79,8 @@ class ShardedAttempt:
             policy_version: the collected version.
             oldest_version: also accept calls of versions from this one on.
         """
-        distribution = run.config.rollout.distribution
-        assert isinstance(distribution, Shards), "who collects together needs no shards"
+        distribution = run.config.rollout.distribution.workers
+        assert distribution is not None, "a collection in one process has no shards"
         self.run = run
         self.distribution = distribution
         self.stage = stage

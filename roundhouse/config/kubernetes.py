@@ -186,6 +186,11 @@ class InfraSection(Section):
     """Engine, trainer and sandboxes use this machine."""
 
     @property
+    def cluster(self) -> KubernetesInfra | None:
+        """Return the section of a cluster; None for another kind."""
+        return None
+
+    @property
     def has_engine(self) -> bool:
         """Return whether the plug-in of this infrastructure opens the engine; else it is named, or on the services' Ray."""
         return False
@@ -251,6 +256,10 @@ class KubernetesInfra(InfraSection):
     api_outage_seconds: PositiveFloat = 300
     """Time that the API server may be unreachable before a stage fails; its Jobs keep running, and the stage's retry
     finds them."""
+
+    @property
+    def cluster(self) -> KubernetesInfra:
+        return self
 
     @property
     def has_engine(self) -> bool:

@@ -11,7 +11,7 @@ silently on data that the policy has moved away from.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -102,14 +102,15 @@ oldest policy version allowed for the tasks (`roundhouse.rollout.plan`), so a re
 class InProcessCollection(Section):
     """All in the process of the collect stage."""
 
-    in_process: ClassVar[bool] = True
     kind: Literal["in_process"] = "in_process"
+
+    @property
+    def workers(self) -> None:
+        """Return None: there are no workers."""
 
 
 class Shards(Section):
     """Common part of all kinds of workers. A shard is a part of the collection by whole groups."""
-
-    in_process: ClassVar[bool] = False
 
     shards: PositiveInt = 2
     """Number of workers; not more than the collection has groups. They share `rollout.concurrency`. With
@@ -118,6 +119,11 @@ class Shards(Section):
     """Number of restarts of a lost worker within an attempt at the stage; it makes only missing rollouts."""
     timeout_seconds: PositiveFloat = 3600
     """Time limit of one worker, from its start to its last rollout. A Job's wait for a node counts."""
+
+    @property
+    def workers(self) -> Self:
+        """Return the section of the workers."""
+        return self
 
     @property
     def launcher_name(self) -> str:

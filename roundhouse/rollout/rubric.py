@@ -188,21 +188,6 @@ class RubricJudge:
         verdict = checked_verdict(Verdict(math.fsum(components.values()), components))
         rollout.reward, rollout.reward_components = verdict.reward, verdict.reward_components
 
-    async def look_again(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None = None) -> None:
-        """Write into the metrics of a rewarded rollout whether the audit agrees; arguments as of `score`."""
-        audit = self.section
-        assert isinstance(audit, Audit), "a rubric rewards"
-        drawn = derive_seed(rollout.seed, "audit") / SEEDS < audit.share
-        if not drawn or rollout.reward is None or rollout.reward < audit.reward_at_least:
-            return
-        try:
-            score = math.fsum((await self._parts(rollout, retry, attempt)).values())
-        except (InfraError, DataError) as error:
-            log.warning("%s gave no verdict on %s: %s", self.key, rollout.rollout_id, error)
-            rollout.metrics["audit_failed"] = 1.0
-        else:
-            rollout.metrics["audit_agrees"] = float(score >= audit.agrees_at)
-
     async def _parts(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None) -> dict[str, float]:
         """Return each part of the weighted mean, including the environment's reward."""
         assert rollout.reward is not None, "its environment has judged it"
@@ -481,10 +466,30 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+class Auditor(RubricJudge):
+    """Judges rewarded rollouts a second time."""
+
+    section: Audit
+
+    async def look_again(self, rollout: Rollout, retry: RetryPolicy, attempt: RolloutAttempt | None = None) -> None:
+        """Write into the metrics of a rewarded rollout whether the audit agrees; arguments as of `score`."""
+        audit = self.section
+        drawn = derive_seed(rollout.seed, "audit") / SEEDS < audit.share
+        if not drawn or rollout.reward is None or rollout.reward < audit.reward_at_least:
+            return
+        try:
+            score = math.fsum((await self._parts(rollout, retry, attempt)).values())
+        except (InfraError, DataError) as error:
+            log.warning("%s gave no verdict on %s: %s", self.key, rollout.rollout_id, error)
+            rollout.metrics["audit_failed"] = 1.0
+        else:
+            rollout.metrics["audit_agrees"] = float(score >= audit.agrees_at)
+
+
 class JudgedAgent:
     """Plays as the environment's own agent does, then has the rollout scored, and looks again at those to be trained on."""
 
-    def __init__(self, agent: Agent, judge: RubricJudge | None, audit: RubricJudge | None) -> None:
+    def __init__(self, agent: Agent, judge: RubricJudge | None, audit: Auditor | None) -> None:
         self._agent, self.judge, self._audit = agent, judge, audit
 
     async def play(self, attempt: RolloutAttempt, environment: object) -> None:
@@ -507,7 +512,8 @@ class JudgedEnvironment(ClosedOnExit):
         self, environment: EnvironmentClient, rubric: Rubric | None, audit: Audit | None, store: str | None
     ) -> None:
         """Create the judge over an environment. `RubricJudge` documents `store` and the errors."""
-        judge, second = (None if section is None else RubricJudge(section, store) for section in (rubric, audit))
+        judge = None if rubric is None else RubricJudge(rubric, store)
+        second = None if audit is None else Auditor(audit, store)
         self._environment, self._judges = environment, [each for each in (judge, second) if each is not None]
         self.agent = JudgedAgent(environment.agent, judge, second)
 

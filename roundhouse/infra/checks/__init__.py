@@ -93,7 +93,7 @@ def diagnose_cluster(config: RunConfig | None = None) -> list[Finding]:
     kubeconfig."""
     from roundhouse.infra.checks import reachability
 
-    infra = config.infra if config is not None and isinstance(config.infra, KubernetesInfra) else KubernetesInfra()
+    infra = (None if config is None else config.infra.cluster) or KubernetesInfra()
     checks: list[Check] = [partial(plugins.traits("infrastructure", "kubernetes"), infra)]
     if config is not None and config.store.startswith("s3://"):
         checks.append(partial(reachability.store, config.store))

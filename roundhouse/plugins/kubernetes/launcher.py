@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roundhouse.activity import ACTIVITY
-from roundhouse.config.kubernetes import KubernetesInfra
-from roundhouse.config.rollout import Shards
 from roundhouse.config.training import ProcessService, ResidentService
 from roundhouse.errors import ConfigError, RoundhouseError
 from roundhouse.launch.base import Launcher, Program, Say, Stopped
@@ -38,9 +36,9 @@ class KubernetesLauncher(Launcher):
     ending_seconds = GONE_SECONDS + 10.0
 
     def __init__(self, run: Run | None) -> None:
-        if run is None or not isinstance(run.config.infra, KubernetesInfra):
+        if run is None or (infra := run.config.infra.cluster) is None:
             raise ConfigError("The launcher kubernetes needs the section infra with kind: kubernetes. Set it.")
-        self._run, self._infra = run, run.config.infra
+        self._run, self._infra = run, infra
         self._store = Location(run.config.store).uri
         self._cluster = connect(self._infra)
         self._jobs = RunJobs(self._cluster, self._infra.namespace, run.uid)
@@ -132,13 +130,13 @@ class KubernetesLauncher(Launcher):
         return program.place
 
     def _shard(self, program: Program) -> ShardJob:
-        distribution = self._run.config.rollout.distribution
-        assert isinstance(distribution, Shards), "a collection in this process has no shards"
+        shards = self._run.config.rollout.distribution.workers
+        assert shards is not None, "a collection in this process has no shards"
         spec = f"{program.place.uri}/{SPEC}"
         return ShardJob(
             self._identity(program),
             self._infra,
-            distribution,
+            shards,
             spec=spec,
             stage=program.stage_uri,
             store=self._store,

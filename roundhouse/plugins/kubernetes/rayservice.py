@@ -331,8 +331,8 @@ class RayServiceServed(deployment.EngineService):
 
 def served_engine(run: Run) -> RayServiceServed:
     """Return the engine of a run with `infra.engine`."""
-    infra = run.config.infra
-    assert isinstance(infra, KubernetesInfra), "its section names this function"
+    infra = run.config.infra.cluster
+    assert infra is not None, "its section names this function"
     assert infra.engine is not None
     return RayServiceServed(infra, infra.engine, ServedRun(run.run_id, run.uid, run.location.uri))
 

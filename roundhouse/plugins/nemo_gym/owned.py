@@ -120,8 +120,8 @@ def owned_servers(run: Run, config: NemoGymEnvironment, engine_url: str, logs: P
         ConfigError: the configuration has a problem.
         InfraError: a server could not be started, or did not answer in time.
     """
-    infra = run.config.infra
-    if isinstance(infra, KubernetesInfra):
+    infra = run.config.infra.cluster
+    if infra is not None:
         from roundhouse.plugins.nemo_gym.servers import pods
 
         servers = pods.pod_servers(run, config, *resolved_for_pods(config, infra, engine_url), logs)

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
-from roundhouse.config.environments import MixtureEnvironment, environments_in
+from roundhouse.config.environments import environments_in
 from roundhouse.config.models import EnvironmentConfig, Sampling
 from roundhouse.config.rollout import RetryPolicy
 from roundhouse.errors import ConfigError, DataError, InfraError
@@ -77,8 +77,8 @@ def open_for_replay(config: EnvironmentConfig, store: str | None = None) -> Envi
                 f"endpoint: --set {key}.rubric.judge.base_url=… and model."
             )
     # An audit watches a policy that learns; stored rollouts keep their audit
-    if isinstance(config, MixtureEnvironment):
-        parts = {name: each.model_copy(update={"audit": None}) for name, each in config.environments.items()}
+    if config.parts:
+        parts = {name: each.model_copy(update={"audit": None}) for name, each in config.parts.items()}
         return open_environment(config.model_copy(update={"environments": parts}), store)
     return open_environment(config.model_copy(update={"audit": None}), store)
 

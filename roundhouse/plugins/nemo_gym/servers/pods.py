@@ -156,8 +156,8 @@ def _is_loopback(url: str) -> bool:
 
 def plan_pods(run: Run, resolution: Resolution, commands: Sequence[Command], flow: Object | None) -> GymPlan:
     """Return the objects to create for a configuration with chosen ports: equal arguments give equal names."""
-    infra = run.config.infra
-    assert isinstance(infra, KubernetesInfra)
+    infra = run.config.infra.cluster
+    assert infra is not None, "the servers run in pods"
     programs = {each.instance.name: each for each in commands}
     depends = [
         resolution.yaml(),
@@ -227,8 +227,8 @@ def pod_servers(
         ConfigError: the cluster does not take them, or a pod cannot start.
         InfraError: a server ended too often, or did not answer in time.
     """
-    infra = run.config.infra
-    assert isinstance(infra, KubernetesInfra)
+    infra = run.config.infra.cluster
+    assert infra is not None, "the servers run in pods"
     cluster = connect(infra)
     try:
         own = OwnedResources(cluster, infra.namespace)
