@@ -17,6 +17,7 @@ from roundhouse.config.section import (
     DataFile,
     EnvironmentName,
     PositiveFloat,
+    PositiveInt,
     ProperFraction,
     Section,
     Target,
@@ -151,6 +152,9 @@ class DatasetEnvironment(EnvironmentSection):
     """Configuration of a Hugging Face data set, such as `main` of gsm8k."""
     split: str = "train"
     """Split of a Hugging Face data set to read."""
+    limit: PositiveInt | None = None
+    """Number of rows to read, from the first. A Hugging Face data set is streamed then, so that a large one is not downloaded.
+    Unset: all rows."""
     prompt: str = "prompt"
     """Column of the prompt: a text (the user's message) or a list of messages."""
     reward: Code[Target | Annotated[tuple[Target, ...], Field(min_length=1)]]

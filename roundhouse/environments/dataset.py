@@ -27,6 +27,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class RewardedDataset(Environment):
         heldout: float = 0.2,
         subset: str | None = None,
         split: str = "train",
+        limit: int | None = None,
     ) -> None:
         """
         Raises:
@@ -81,7 +83,7 @@ class RewardedDataset(Environment):
         ]
         self._weights = list(reward_weights) or [1.0] * len(targets)
         self._prompt = prompt
-        self._source = (data, subset, split, prompt, heldout)
+        self._source = (data, subset, split, limit, prompt, heldout)
 
     def tasks(self, split: Split) -> Sequence[TaskRow]:
         """Return the rows of a split, each with its columns as fields.
@@ -230,18 +232,19 @@ def _described(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4)
 def dealt_rows(
-    data: str, subset: str | None, split: str, prompt: str, heldout: float, stamp: object
+    data: str, subset: str | None, split: str, limit: int | None, prompt: str, heldout: float, stamp: object
 ) -> tuple[list[str], dict[Split, list[TaskRow]]]:
     """Return the columns of the data, and its task rows by split.
 
     Args:
+        limit: number of rows to read, from the first; None: all.
         stamp: changes with the file.
     """
     if (source := data_source(data)) is None:
         raw_rows = _file_rows(data)
     else:
-        raw_rows = plugins.factory("data_source", source)(data.partition(":")[2], subset, split)
-    rows = _json_rows(raw_rows, data)
+        raw_rows = plugins.factory("data_source", source)(data.partition(":")[2], subset, split, limit)
+    rows = _json_rows(list(islice(raw_rows, limit)), data)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if prompt not in columns:
         raise ConfigError(
@@ -266,8 +269,9 @@ def _file_rows(data: str) -> list[Any]:
     return rows
 
 
-def hub_rows(name: str, subset: str | None, split: str) -> list[Any]:
-    """Return the rows of a Hugging Face data set, `data: hf:NAME`.
+def hub_rows(name: str, subset: str | None, split: str, limit: int | None) -> list[Any]:
+    """Return the rows of a Hugging Face data set, `data: hf:NAME`. With a limit the data set is streamed: only its first files
+    are downloaded.
 
     Raises:
         ConfigError: the package datasets is missing, or the data set cannot be loaded.
@@ -281,7 +285,7 @@ def hub_rows(name: str, subset: str | None, split: str) -> list[Any]:
             "pip install 'roundhouse[datasets]'. Files that end in .jsonl, .csv or .parquet need nothing."
         ) from error
     try:
-        return list(load_dataset(name, subset, split=split))
+        return list(islice(load_dataset(name, subset, split=split, streaming=limit is not None), limit))
     except Exception as error:  # of many types, by the library, its builders and its HTTP client
         raise ConfigError(
             f"environment.data is {data!r} (subset {subset}, split {split}), which cannot be loaded: "

@@ -291,8 +291,8 @@ def test_a_package_adds_a_weight_transport_with_its_check_and_its_traits(site: P
 def test_a_package_adds_a_source_of_rows(site: Path) -> None:
     source = """
     from roundhouse.plugins import Plugin
-    def rows(name, subset, split):
-        return [{"prompt": f"{name} {subset} {split} {number}"} for number in range(3)]
+    def rows(name, subset, split, limit):
+        return ({"prompt": f"{name} {subset} {split} {number}"} for number in range(3))
     def right(completion):
         return 1.0
     ROWS = Plugin(rows)

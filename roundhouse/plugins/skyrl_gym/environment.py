@@ -42,7 +42,7 @@ class SkyRLGym(GymnasiumEnvironment):
             ConfigError: the package is missing or of another version, or it lacks the environment.
         """
         self._gym = kind_package("skyrl_gym", VERSION)
-        self._source = (data, subset, split, "prompt", heldout)
+        self._source = (data, subset, split, None, "prompt", heldout)
         self._class = load_class(env, self._gym.Env, "environment.env") if env is not None and ":" in env else None
         self._env, self._config = env, SimpleNamespace(**(env_config or {}))
         if env is not None and self._class is None and env not in self._gym.registry:

@@ -192,12 +192,18 @@ def test_a_missing_package_of_data_sets_is_refused_with_its_command(made: Any, m
 
 def test_a_data_set_of_the_hub_is_read_by_name_subset_and_split(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     library = types.ModuleType("datasets")
-    library.load_dataset = lambda name, subset, split: [  # type: ignore[attr-defined]
+    library.load_dataset = lambda name, subset, split, streaming: [  # type: ignore[attr-defined]
         {"question": f"{name} {subset} {split}", "answer": "2"}
     ]
     monkeypatch.setitem(sys.modules, "datasets", library)
     config = made(ROWS, data="hf:openai/gsm8k", subset="main", split="test", heldout=0)
     assert [row["question"] for row in load_any(config).tasks("train")] == ["openai/gsm8k main test"]
+
+
+def test_a_limit_takes_the_first_rows_of_a_file(made: Any) -> None:
+    rows = [{"question": f"{number}?", "answer": "2"} for number in range(5)]
+    config = made(rows, heldout=0, limit=2)
+    assert sorted(row["question"] for row in load_any(config).tasks("train")) == ["0?", "1?"]
 
 
 @pytest.mark.parametrize(
