@@ -31,9 +31,9 @@ import psutil
 from roundhouse.plugins.kubernetes.job import RunJobs
 from roundhouse.plugins.kubernetes.names import LABEL
 from roundhouse.plugins.kubernetes.watching import Watched
-from tests.k8s.control_plane import assets, control_plane
-from tests.k8s.nodes import Command, Nodes, fresh_namespace
-from tests.k8s.stand import real_stand
+from tests.plugins.kubernetes.control_plane import assets, control_plane
+from tests.plugins.kubernetes.nodes import Command, Nodes, fresh_namespace
+from tests.plugins.kubernetes.stand import real_stand
 
 Object = dict[str, Any]
 

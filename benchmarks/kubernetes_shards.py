@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "gym"))
 
 from rollouts import free_port, served, wait_for
 
-from tests.k8s.control_plane import assets, control_plane
+from tests.plugins.kubernetes.control_plane import assets, control_plane
 
 if TYPE_CHECKING:
     from roundhouse.config.kubernetes import KubernetesInfra
@@ -45,8 +45,8 @@ LIMIT_MIB = 512
 def play(kubeconfig: Path, namespace: str, count: int) -> None:
     """The kubelet, until it is ended."""
     from roundhouse.collection.shard_worker import carry_out
-    from tests.k8s.players import Kubelet
-    from tests.k8s.stand import cluster_of
+    from tests.plugins.kubernetes.players import Kubelet
+    from tests.plugins.kubernetes.stand import cluster_of
 
     together, at_work = threading.Barrier(count), threading.Semaphore(AT_WORK)
 
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _create_namespace(kubeconfig: Path, namespace: str) -> None:
-    from tests.k8s.stand import cluster_of
+    from tests.plugins.kubernetes.stand import cluster_of
 
     admin = cluster_of(kubeconfig)
     admin.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})

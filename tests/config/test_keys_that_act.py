@@ -19,19 +19,14 @@ from roundhouse.cli.reports import run_cost
 from roundhouse.collection import sharded_attempt
 from roundhouse.collection.collector import refuse_many_failures
 from roundhouse.collection.in_process_runner import RolloutCollection
-from roundhouse.config.kubernetes import KubernetesInfra
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import RunConfig
 from roundhouse.config.operations import AlertsConfig
-from roundhouse.config.rollout import JobShards, RetryPolicy, RolloutConfig, ValidationConfig
-from roundhouse.config.training import ProcessService
-from roundhouse.errors import BudgetReached, FailingRollouts, InfraError, TooFewRollouts, TooFewSequences
+from roundhouse.config.rollout import RetryPolicy, RolloutConfig, ValidationConfig
+from roundhouse.errors import BudgetReached, FailingRollouts, TooFewRollouts, TooFewSequences
 from roundhouse.health.errors import KL, REWARD, new_alerts
 from roundhouse.health.policy import Kind, kind_of
 from roundhouse.infra import services
-from roundhouse.plugins.kubernetes.job_status import JobDeadlines, Waiting
-from roundhouse.plugins.kubernetes.names import StageIdentity
-from roundhouse.plugins.kubernetes.stage_jobs import ShardJob, TrainJob
 from roundhouse.rollout.protocol import retry_delay
 from roundhouse.stages import evaluate, freshness, offline, report
 from roundhouse.stages.cost import budget_of, iteration_cost, over_budget, totals_after
@@ -48,7 +43,6 @@ from roundhouse_flows import between_iterations, train
 from roundhouse_flows.iteration import is_evaluated
 from roundhouse_tasks import health
 from tests.gym.playground import spec_of
-from tests.k8s.test_pod_settings import gym_job
 from tests.trajectories.rollouts import rollout
 from tests.trajectories.test_validation import break_vocabulary
 
@@ -367,53 +361,6 @@ def test_what_happens_when_the_budget_is_used_up(tmp_path: Path, monkeypatch: py
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("section", "given", "waiting"),
-    [
-        ("trainer", {"queue": "team", "queue_seconds": 60}, Waiting("", queued=True)),
-        ("trainer", {"trainer": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
-        ("trainer", {"trainer": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
-        ("collector", {"collector": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
-        ("collector", {"collector": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
-        ("gym", {"gym": {"image_seconds": 60}}, Waiting("", InfraError("no image"))),
-        ("gym", {"gym": {"pending_seconds": 60}}, Waiting("", InfraError("no node"), pending=True)),
-    ],
-    ids=[
-        "queue_seconds",
-        "image_seconds",
-        "pending_seconds",
-        "shard_image_seconds",
-        "shard_pending_seconds",
-        "gym_image_seconds",
-        "gym_pending_seconds",
-    ],
-)
-def test_how_long_a_job_may_wait(section: str, given: Tree, waiting: Waiting) -> None:
-    def left(**infra: Any) -> float:
-        identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
-        settings = KubernetesInfra.model_validate({"collector": {}} | infra)
-        if section == "trainer":
-            plan: Any = TrainJob(identity, settings, ProcessService(), reports="s3://b/r", store="s3://b")
-        elif section == "gym":
-            plan = gym_job(**infra)
-        else:
-            plan = ShardJob(identity, settings, JobShards(), spec="s3://b/s", stage="s3://b/t", store="s3://b")
-        return JobDeadlines(plan).left(waiting, False, time.monotonic())
-
-    assert left(**given) == pytest.approx(60, abs=5)
-    assert left() > 200
-
-
-def test_how_long_a_job_may_work() -> None:
-    identity = StageIdentity("run", "0123456789ab", 1, "train", "89abcdef0123")
-    infra = KubernetesInfra.model_validate({"collector": {}})
-    owner = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "uid": "1111"}}
-    step = TrainJob(identity, infra, ProcessService(timeout_seconds=77), reports="s3://b/r", store="s3://b")
-    shard = ShardJob(identity, infra, JobShards(timeout_seconds=77), spec="s3://b/s", stage="s3://b/t", store="s3://b")
-    assert step.job(1, owner)["spec"]["activeDeadlineSeconds"] == 77 + infra.trainer.pending_seconds
-    assert shard.job(1, owner)["spec"]["activeDeadlineSeconds"] == 77
 
 
 def test_a_collection_over_jobs_is_started_on_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

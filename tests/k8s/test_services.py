@@ -21,8 +21,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.k8s.test_manifests import with_kubectl
-from tests.k8s.validation import OVERLAYS, ROOT, pod_specs, problems, rendered_at, unrestricted
+from tests.k8s.validation import OVERLAYS, ROOT, pod_specs, problems, rendered_at, unrestricted, with_kubectl
 from tests.ports import free_port
 from tests.postgres import database, tables
 from tests.waiting import until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 
 from roundhouse.config.loading import parse_config
 from roundhouse.weight_sync.base import load_transport
-from tests.k8s.test_pod_monitors import key, matches, pods, with_component
-from tests.k8s.validation import OVERLAYS, problems, rendered
+from tests.k8s.components import key, matches, pods, with_component
+from tests.k8s.validation import OVERLAYS, problems, rendered, with_kubectl
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl: install the client of Kubernetes")
+@with_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_it_lets_the_engine_and_those_that_send_to_each_other_and_nobody_to_anything_else(
     overlay: str, tmp_path: Path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate.utils
+import pytest
 import yaml
 
 Object = dict[str, Any]
@@ -29,10 +31,14 @@ CRDS = ROOT.parent / "shared/kuberay-crds"
 """Outside the repository: a megabyte each."""
 POD_MONITOR_GROUP = "monitoring.coreos.com"
 KUEUE_GROUP = "kueue.x-k8s.io"
-"""Without a schema here: tests/k8s/operators applies these before Kueue itself."""
+"""Without a schema here: tests/plugins/kubernetes/operators applies these before Kueue itself."""
 POD_MONITOR_CRD = Path(__file__).with_name("pod_monitor_crd.yaml")
 """By hand: the operator's own is not at hand."""
 VERSIONS = ("1.32", "1.35", "1.37")
+
+with_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="needs kubectl: install the client of Kubernetes"
+)
 
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")
 _DNS = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")
