@@ -22,7 +22,6 @@ from roundhouse.store.stage import StageKind, read_manifest, read_table
 from roundhouse.trajectories.records import Status
 from tests.asynchrony.place import SECONDS, Place
 from tests.gym.test_rubric import JudgeEndpoint
-from tests.plugins.nemo_gym.test_owned import TWO_AGENTS
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -32,6 +31,9 @@ ALL = {"gym", "own", "team"}
 @pytest.fixture(scope="module")
 def run(place: Place) -> Iterator[Run]:
     """Two iterations; then a dataset of the same tasks is collected, and the last version evaluated once more."""
+    pytest.importorskip("roundhouse.plugins.nemo_gym")
+    from tests.plugins.nemo_gym.test_owned import TWO_AGENTS
+
     (place.directory / "gym.yaml").write_text(TWO_AGENTS)
     for split in ("train", "heldout"):
         rows = [

@@ -10,8 +10,6 @@ import pytest
 
 from roundhouse.environments.task_files import read_task_rows
 from roundhouse.errors import DataError
-from roundhouse.plugins.nemo_gym.exchange.json_lines import CollectionFiles
-from roundhouse.plugins.nemo_gym.exchange.reading import read_collection
 from roundhouse.stages.chat_rows import read_chat_rows
 
 CASES = Path(__file__).parent
@@ -41,9 +39,11 @@ def test_b003_tools_as_a_text_are_tools_and_an_empty_schema_stays() -> None:
 
 
 def test_b005_attempts_without_an_index_are_one_group_or_named_beside_others(tmp_path: Path) -> None:
+    files_of = pytest.importorskip("roundhouse.plugins.nemo_gym.exchange.json_lines").CollectionFiles
+    read_collection = pytest.importorskip("roundhouse.plugins.nemo_gym.exchange.reading").read_collection
     shutil.copy(CASES / "B005.jsonl", tmp_path / "mixed.jsonl")
     with pytest.raises(DataError, match=r"line 1 has no _ng_rollout_index .*line 5 has one"):
-        read_collection(CollectionFiles(tmp_path / "mixed.jsonl"))
-    files = CollectionFiles(tmp_path / "null.jsonl")
+        read_collection(files_of(tmp_path / "mixed.jsonl"))
+    files = files_of(tmp_path / "null.jsonl")
     files.rollouts.write_text("".join((CASES / "B005.jsonl").read_text().splitlines(keepends=True)[:4]))
     assert [rollout.group_id for rollout in read_collection(files).rollouts] == ["a"] * 4

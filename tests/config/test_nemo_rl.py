@@ -10,7 +10,6 @@ import pytest
 
 from roundhouse.config.loading import load_config, parse_config
 from roundhouse.errors import ConfigError
-from roundhouse.plugins.nemo_gym.section import NemoGymEnvironment
 
 FOREIGN = Path(__file__).parent / "foreign"
 THEIRS: dict[str, Any] = {
@@ -31,9 +30,10 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def test_the_switch_of_nemo_rl_is_the_environment_kind_nemo_gym() -> None:
+    section = pytest.importorskip("roundhouse.plugins.nemo_gym.section")
     before = copy.deepcopy(THEIRS)
     environment = parse_config(THEIRS).environment
-    assert isinstance(environment, NemoGymEnvironment)
+    assert isinstance(environment, section.NemoGymEnvironment)
     assert environment.config_paths == ("math.yaml", "agent.yaml")
     assert environment.overrides == ("++port_range_low=9000",)
     assert environment.train_tasks == "rows.jsonl"

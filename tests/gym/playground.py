@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 import sys
 import threading
@@ -17,7 +18,6 @@ from roundhouse.config.models import RetryPolicy, RolloutConfig, Sampling
 from roundhouse.environments.base import TaskRow
 from roundhouse.generation.protocol import TOKEN_FIELDS, Completion
 from roundhouse.http.asgi import KEEP_ALIVE_SECONDS
-from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.plan import RolloutSpec
 from roundhouse.trajectories.records import Rollout
 from roundhouse.trajectories.schemas import rollouts_table, turns_table
@@ -95,6 +95,29 @@ def by_turn(*replies: Reply) -> Script:
 
 def turns_of(messages: list[dict[str, Any]]) -> int:
     return sum(message["role"] == "assistant" for message in messages)
+
+
+def anything(messages: list[dict[str, Any]], seed: int) -> Reply:
+    """A policy that does anything, by seed: good calls and bad ones, several at once, long replies."""
+    draw = random.Random(seed)
+    if turns_of(messages) and draw.random() < 0.3:
+        return says(f"It is {draw.randint(0, 99)}.", draw.choice([None, None, "length"]))
+    possible: list[tuple[str, Any]] = [
+        ("add", {"n": draw.randint(1, 9)}),
+        ("add", {"n": 2, "times": draw.randint(1, 9)}),
+        ("add", {"n": "x"}),
+        ("add", {"n": 10**30}),
+        ("add", "not json"),
+        ("add", "[1]"),
+        ("total", {}),
+        ("fail", {}),
+        ("no_such_tool", {}),
+        ("verify", {}),
+        ("../verify", {}),
+        ("add?n=1", {"n": 1}),
+        ("", {}),
+    ]
+    return calls(*draw.choices(possible, k=draw.randint(1, 3)))
 
 
 @dataclass
@@ -178,6 +201,8 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
 
 @contextmanager
 def serving_counter(**options: Any) -> Iterator[str]:
+    from roundhouse.plugins.nemo_gym.servers.resources import build_app
+
     with serving(build_app(Counter(), **options)) as url:
         yield url
 

@@ -28,8 +28,17 @@ from tests.gym.blocking_workers import Player
 from tests.gym.blocking_world import Blocking, Later, Unordered, Unshowable, score
 from tests.gym.collecting import collect
 from tests.gym.counter import Counter, counter_row
-from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, comparable, rollout_config, says, spec_of
-from tests.gym.test_environment_clients import anything
+from tests.gym.playground import (
+    SAMPLING,
+    ScriptedPolicy,
+    anything,
+    by_turn,
+    calls,
+    comparable,
+    rollout_config,
+    says,
+    spec_of,
+)
 from tests.gym.worlds import Mountain, climb_row
 
 pytestmark = pytest.mark.real

@@ -1,22 +1,19 @@
 """The rollout engine: order, bounds, retries, outages, cancellation."""
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
-from roundhouse.config.models import RetryPolicy
+from roundhouse.config.models import CalculatorEnvironment, RetryPolicy
 from roundhouse.generation.protocol import EngineRejected, EngineUnreachable
-from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.rollout.clients import LocalEnvironmentClient
+from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.plan import ReorderError, plan_rollouts, reorder
 from roundhouse.rollout.protocol import retry_delay
 from roundhouse.trajectories.records import FailureKind, Ledger, Rollout, Status
 from tests.gym.collecting import collect
 from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import SAMPLING, Reply, ScriptedPolicy, by_turn, calls, rollout_config, says, turns_of
-from tests.ports import free_port
 
 
 def specs_of(tasks: int, group_size: int = 1):
@@ -107,15 +104,6 @@ async def test_an_engine_that_is_gone_for_all_ends_in_failures_without_trying_ea
     assert rollouts[-1].failure_detail.startswith("Not tried: 8 rollouts before it failed in a row. ")
 
 
-async def test_an_environment_that_is_gone_for_all_ends_in_failures_within_bounded_time():
-    policy, begun = ScriptedPolicy(by_turn(says("x"))), time.monotonic()
-    async with RemoteEnvironmentClient(f"http://127.0.0.1:{free_port()}") as environment:
-        rollouts = await collect(specs_of(300), policy, environment, rollout_config(concurrency=16), SAMPLING)
-    assert Ledger.from_rollouts(rollouts, requested=300).failures == {"environment_unreachable": 300}
-    assert policy.seeds == []
-    assert time.monotonic() - begun < 20
-
-
 async def test_an_engine_that_comes_back_is_no_outage():
     answered = {"calls": 0}
 
@@ -179,3 +167,13 @@ def test_reordering_names_what_does_not_match_the_plan(results: list[tuple[Any, 
 
 def test_reordering_restores_the_plans_order():
     assert reorder([(2, "c"), (0, "a"), (1, "b")], 3) == ["a", "b", "c"]
+
+
+async def test_a_configured_environment_opens_in_process_with_its_tasks():
+    async with open_environment(CalculatorEnvironment()) as environment:
+        train = {row["task_id"] for row in environment.tasks("train")}
+        heldout = {row["task_id"] for row in environment.tasks("heldout")}
+        assert train
+        assert not train & heldout
+        session = await environment.seed_session(environment.tasks("train")[0])
+        assert (await session.call_tool("calculate", {"expression": "3*4"})).text == "12"

@@ -7,11 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pydantic import ValidationError
 
 from roundhouse.environments.base import Environment, GymStep, Split, TaskRow, Verdict, final_text, task_row, tool
 from roundhouse.generation.protocol import EngineUnreachable
-from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
 from roundhouse.plugins.nexrl.base import AgentEvaluationTarget, BaseRolloutWorker, EvaluationRunResult
 from roundhouse.plugins.nexrl.built_in import AgentRolloutWorker
 from roundhouse.plugins.nexrl.client import WorkerClient
@@ -416,10 +414,3 @@ async def test_only_the_newest_call_of_a_part_has_a_snapshot_and_log_probabiliti
     assert sum(len(row["prompt_token_ids"]) for row in rows) < rollout.turns[-1].prompt_length, (
         "a prompt's new tokens only"
     )
-
-
-def test_a_server_whose_calls_others_see_cannot_be_called_repeatable() -> None:
-    fields = {"kind": "remote", "url": "http://x:1", "train_tasks": "t", "restore": "replay"}
-    assert RemoteEnvironment(**fields).restore == "replay"
-    with pytest.raises(ValidationError, match=r"environment\.restore is replay, but environment\.mcp_servers is set"):
-        RemoteEnvironment(**fields, mcp_servers={"files": "http://x:2/mcp"})

@@ -9,8 +9,6 @@ import pytest
 from roundhouse.config.models import Sampling
 from roundhouse.environments.base import Environment, Split, TaskRow, Verdict, task_row, tool
 from roundhouse.errors import InfraError
-from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
-from roundhouse.plugins.nemo_gym.servers.resources import build_app
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.conversation import sampling_overrides
@@ -151,8 +149,10 @@ async def test_calls_of_one_reply_run_together_where_order_cannot_matter_and_are
     if where == "local":
         rollout = await run_rollout(spec_of(row), policy, LocalEnvironmentClient(environment), config, SAMPLING)
     else:
+        build_app = pytest.importorskip("roundhouse.plugins.nemo_gym.servers.resources").build_app
+        clients = pytest.importorskip("roundhouse.plugins.nemo_gym.clients.resources")
         with serving(build_app(environment)) as url:
-            async with RemoteEnvironmentClient(url) as client:
+            async with clients.RemoteEnvironmentClient(url) as client:
                 rollout = await run_rollout(spec_of(row), policy, client, config, SAMPLING)
     assert (rollout.status, outputs(rollout)) == (Status.COMPLETED, ["first", "second"])
 

@@ -12,7 +12,6 @@ import pytest
 from roundhouse.config.models import GenerationConfig, RetryPolicy
 from roundhouse.generation.client import HttpPolicyClient
 from roundhouse.generation.protocol import Completion
-from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
 from roundhouse.rollout.clients import LocalEnvironmentClient
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import Status
@@ -65,8 +64,9 @@ async def test_thousands_of_rollouts_in_flight_all_complete(where: str, count: i
         rollouts = await collect(specs, policy, LocalEnvironmentClient(counter), config, SAMPLING)
         assert [account.closed for account in counter.accounts] == [1] * count
     else:
+        clients = pytest.importorskip("roundhouse.plugins.nemo_gym.clients.resources")
         with serving_counter() as url:
-            async with RemoteEnvironmentClient(url) as client:
+            async with clients.RemoteEnvironmentClient(url) as client:
                 rollouts = await collect(specs, policy, client, config, SAMPLING)
     assert [rollout.rollout_id for rollout in rollouts] == [spec.rollout_id for spec in specs]
     assert {(rollout.status, rollout.attempt, rollout.reward) for rollout in rollouts} == {(Status.COMPLETED, 1, 0.1)}

@@ -14,13 +14,12 @@ from roundhouse.config.loading import parse_config
 from roundhouse.config.models import ValidationConfig
 from roundhouse.errors import DataError, InfraError
 from roundhouse.generation.client import read_completion
-from roundhouse.plugins.nemo_gym.clients.agent import read_answer, turns_from_items
 from roundhouse.rollout.conversation import TurnChain, chain_calls
 from roundhouse.rollout.plan import RolloutSpec
-from roundhouse.rollout.protocol import BadAgentAnswer, BadCompletion
+from roundhouse.rollout.protocol import BadCompletion
 from roundhouse.store.run import open_run
-from roundhouse.trajectories.records import Rollout, Status, Turn
-from roundhouse.trajectories.schemas import recorded_rollout, tables_of
+from roundhouse.trajectories.records import Status, Turn
+from roundhouse.trajectories.schemas import recorded_rollout
 from roundhouse.trajectories.validation import CollectionLimits, validate
 from tests.trajectories.rollouts import rollout
 
@@ -54,11 +53,6 @@ def call(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def answer(**changes: Any) -> dict[str, Any]:
-    item = {"type": "message", "role": "assistant", "content": "hi", **call(**changes)}
-    return {"reward": 1.0, "response": {"output": [item]}}
-
-
 def completion(version: Any = 0, **changes: Any) -> bytes:
     fields = call(**changes)
     spans = fields.pop("version_spans", None)
@@ -85,8 +79,6 @@ def verdicts_on(turns: list[Turn]) -> dict[str, int]:
 
 @pytest.mark.parametrize(("field", "value"), WRONG.values(), ids=WRONG.keys())
 def test_each_reader_names_the_malformed_field(field: str, value: Any):
-    with pytest.raises(BadAgentAnswer, match=field):
-        turns_from_items(answer(**{field: value})["response"], 0)
     with pytest.raises(BadCompletion, match=field):
         added(**{field: value})
     chained = chain_calls([{"call": 0, "policy_version": 0, **call(**{field: value})}])
@@ -120,35 +112,6 @@ def test_any_json_in_a_call_is_recorded_and_judged_or_a_typed_failure(changes: d
     own.turns = turns
     assert recorded_rollout(own)[0] is own
     verdicts_on(turns)
-
-
-@given(st.dictionaries(st.sampled_from(["reward", "response", "metrics", "reward_components", "truncated"]), JSON))
-def test_any_json_in_an_agents_answer_is_a_rollout_or_a_typed_failure(changes: dict[str, Any]):
-    row = {"task_id": "t", "responses_create_params": {"input": "hi"}}
-    try:
-        found = read_answer(answer() | changes, row)
-    except (DataError, InfraError):
-        return
-    own = rollout()
-    own.items, own.metrics, own.reward = found.items, found.verdict.metrics, found.verdict.reward
-    assert recorded_rollout(own)[0] is own
-
-
-@given(JSON)
-def test_any_json_as_an_item_is_recorded_or_a_typed_failure(item: Any):
-    row = {"task_id": "t", "responses_create_params": {"input": "hi"}}
-    for value in (
-        item,
-        {"type": item},
-        {"role": item},
-        {"type": "function_call", "name": item},
-        {"content": item, "role": "user"},
-    ):
-        try:
-            found = read_answer({"reward": 1.0, "response": {"output": [value]}}, row)
-        except DataError:
-            continue
-        tables_of([Rollout("g", 0, row, "e", Status.COMPLETED, reward=1.0, items=found.items)])
 
 
 def test_a_rollout_that_no_table_holds_is_a_failure_and_the_others_stay(tmp_path: Path):

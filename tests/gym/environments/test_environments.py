@@ -16,7 +16,6 @@ from roundhouse.environments import Calculator, load
 from roundhouse.environments.base import Toolbox, marked_tools, tool
 from roundhouse.environments.generated import GeneratedEnvironment
 from roundhouse.errors import ConfigError
-from roundhouse.plugins.nemo_gym.section import RemoteEnvironment
 from tests.gym.environments.playing import rewards_of
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples"
@@ -67,11 +66,6 @@ def test_a_custom_environment_that_cannot_be_made_names_the_key(target: str, par
     with pytest.raises(ConfigError, match="environment") as caught:
         load(CustomEnvironment(kind="custom", target=target, parameters=parameters))
     assert said in str(caught.value)
-
-
-def test_a_remote_environment_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"http://gym:8000.*over HTTP"):
-        load(RemoteEnvironment(kind="remote", url="http://gym:8000", train_tasks="tasks.jsonl"))
 
 
 def test_holding_out_everything_is_refused_at_the_configuration() -> None:

@@ -72,3 +72,9 @@ def test_files_are_read_through_fsspec():
     with fsspec.open("memory://exchange/rows.jsonl", "wb") as file:
         file.write(b'{"a":1}\n')
     assert read_rows("memory://exchange/rows.jsonl") == [{"a": 1}]
+
+
+def test_a_torn_line_with_a_key_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"responses_create_params": {"input": "a"}, "answer": 1, "answer": 2}')
+    with pytest.raises(DataError, match=r"line 1: .*given twice"):
+        list(iter_rows(tmp_path / "rows.jsonl", torn_tail=True))

@@ -258,3 +258,9 @@ def test_the_payload_to_the_engine_grows_by_what_is_new_only(served: Served):
     sizes = [len(json.dumps(asked)) for asked in engine.requests]
     growth = [later - earlier for earlier, later in itertools.pairwise(sizes[1:])]
     assert max(growth) < 1.2 * min(growth)
+
+
+def test_a_secret_is_refused_on_a_command_line() -> None:
+    with pytest.raises(ValueError, match="ROUNDHOUSE_ENGINE_API_KEY") as refused:
+        configuration(["http://engine"], "policy", ["api_key=canary-77aa10"])
+    assert "canary-77aa10" not in str(refused.value)

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import random
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
 
-from roundhouse.config.models import CalculatorEnvironment
 from roundhouse.environments import Calculator
 from roundhouse.errors import ConfigError
 from roundhouse.plugins.nemo_gym.clients.resources import RemoteEnvironmentClient
@@ -21,13 +21,14 @@ from roundhouse.rollout.clients import LocalEnvironmentClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.rollout.protocol import EnvironmentTimeout, EnvironmentUnavailable
 from roundhouse.rollout.responses import response_object
-from roundhouse.trajectories.records import FailureKind, Status
+from roundhouse.trajectories.records import FailureKind, Ledger, Status
 from tests.gym.collecting import collect
 from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import (
     SAMPLING,
     Reply,
     ScriptedPolicy,
+    anything,
     by_turn,
     calls,
     comparable,
@@ -47,29 +48,6 @@ RESPONSE = response_object("resp_1", [], model="policy", created_at=0.0)
 def url() -> Iterator[str]:
     with serving_counter() as url:
         yield url
-
-
-def anything(messages: list[dict[str, Any]], seed: int) -> Reply:
-    """A policy that does anything, by seed: good calls and bad ones, several at once, long replies."""
-    draw = random.Random(seed)
-    if turns_of(messages) and draw.random() < 0.3:
-        return says(f"It is {draw.randint(0, 99)}.", draw.choice([None, None, "length"]))
-    possible: list[tuple[str, Any]] = [
-        ("add", {"n": draw.randint(1, 9)}),
-        ("add", {"n": 2, "times": draw.randint(1, 9)}),
-        ("add", {"n": "x"}),
-        ("add", {"n": 10**30}),
-        ("add", "not json"),
-        ("add", "[1]"),
-        ("total", {}),
-        ("fail", {}),
-        ("no_such_tool", {}),
-        ("verify", {}),
-        ("../verify", {}),
-        ("add?n=1", {"n": 1}),
-        ("", {}),
-    ]
-    return calls(*draw.choices(possible, k=draw.randint(1, 3)))
 
 
 async def test_the_same_rollouts_in_process_and_over_http(url: str):
@@ -241,19 +219,6 @@ async def test_an_answer_that_is_no_json_is_no_verdict(foreign: str):
             await session.verify(RESPONSE)
 
 
-# -- opening --------------------------------------------------------------------------------------------------------
-
-
-async def test_a_configured_environment_opens_in_process_with_its_tasks():
-    async with open_environment(CalculatorEnvironment()) as environment:
-        train = {row["task_id"] for row in environment.tasks("train")}
-        heldout = {row["task_id"] for row in environment.tasks("heldout")}
-        assert train
-        assert not train & heldout
-        session = await environment.seed_session(environment.tasks("train")[0])
-        assert (await session.call_tool("calculate", {"expression": "3*4"})).text == "12"
-
-
 @pytest.mark.parametrize("where", ["local", "remote"])
 async def test_the_right_procedure_on_the_calculator_is_rewarded_wherever_it_runs(where: str):
     calculator = Calculator()
@@ -314,3 +279,20 @@ def test_a_task_file_at_fault_is_named_with_its_line(tmp_path, content: str | No
 def test_a_url_without_a_scheme_is_refused():
     with pytest.raises(ConfigError, match=r"environment\.url is 'localhost:8001'"):
         RemoteEnvironmentClient("localhost:8001")
+
+
+async def test_an_environment_that_is_gone_for_all_ends_in_failures_within_bounded_time():
+    policy, begun = ScriptedPolicy(by_turn(says("x"))), time.monotonic()
+    specs = plan_rollouts([counter_row(f"task {index}") for index in range(300)], 1, seed=1, iteration=0)
+    async with RemoteEnvironmentClient(f"http://127.0.0.1:{free_port()}") as environment:
+        rollouts = await collect(specs, policy, environment, rollout_config(concurrency=16), SAMPLING)
+    assert Ledger.from_rollouts(rollouts, requested=300).failures == {"environment_unreachable": 300}
+    assert policy.seeds == []
+    assert time.monotonic() - begun < 20
+
+
+def test_a_server_whose_calls_others_see_cannot_be_called_repeatable() -> None:
+    fields = {"kind": "remote", "url": "http://x:1", "train_tasks": "t", "restore": "replay"}
+    assert RemoteEnvironment(**fields).restore == "replay"
+    with pytest.raises(ValidationError, match=r"environment\.restore is replay, but environment\.mcp_servers is set"):
+        RemoteEnvironment(**fields, mcp_servers={"files": "http://x:2/mcp"})
