@@ -1,11 +1,7 @@
 """Code of the user's own that blocks: its rollout ends by its limit, the others are not touched."""
 
-import asyncio
-import json
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,19 +9,13 @@ import pytest
 from roundhouse.config.environments import CustomEnvironment
 from roundhouse.config.models import EnvironmentConfig
 from roundhouse.config.rubrics import Rubric
-from roundhouse.environments.base import task_row
-from roundhouse.plugins.nexrl import EvaluationRunResult, Evaluator
-from roundhouse.plugins.nexrl.client import WorkerClient
-from roundhouse.plugins.nexrl.section import WorkerEnvironment
-from roundhouse.plugins.programs.section import CommandEnvironment
 from roundhouse.rollout import environment_process
 from roundhouse.rollout.agents import run_rollout
 from roundhouse.rollout.clients import LocalEnvironmentClient, LocalEpisodeClient, open_environment
 from roundhouse.rollout.plan import plan_rollouts
 from roundhouse.trajectories.records import FailureKind, Rollout, Status
 from tests import fork_server
-from tests.gym.blocking_workers import Player
-from tests.gym.blocking_world import Blocking, Later, Unordered, Unshowable, score
+from tests.gym.blocking_world import Blocking, Later, Unordered, Unshowable
 from tests.gym.collecting import collect
 from tests.gym.counter import Counter, counter_row
 from tests.gym.playground import (
@@ -44,6 +34,7 @@ from tests.gym.worlds import Mountain, climb_row
 pytestmark = pytest.mark.real
 
 WORLD = "tests.gym.blocking_world"
+ROWS = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "regex", "sleep")]
 POLICY = ScriptedPolicy(by_turn(calls(("wait", {})), says("done")))
 
 
@@ -84,60 +75,13 @@ async def test_a_call_that_blocks_a_thread_ends_by_its_limit_and_no_other_rollou
         assert "in block" in rollout.failure_detail
 
 
-async def test_a_call_that_holds_the_interpreters_lock_costs_its_rollout_alone(monkeypatch: pytest.MonkeyPatch):
+async def costs_its_rollout_alone(
+    section: EnvironmentConfig, monkeypatch: pytest.MonkeyPatch, seconds: float = 16.0
+) -> None:
+    """Play the rows of `ROWS` in an environment whose judge or player blocks as they ask."""
     monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
-    found = await play([("regex", "tool")])
-    for rollouts in found.values():
-        for rollout in rollouts:
-            assert (rollout.failure_code, rollout.attempt) == ("environment_blocked", 1)
-            assert "blocking_world.py:" in rollout.failure_detail
-
-
-class Exact(Evaluator):
-    """An evaluator of a worker."""
-
-    def evaluate(self, data: dict[str, Any], target: Any) -> EvaluationRunResult:
-        return EvaluationRunResult(score(data, []))
-
-
-def judged_by(kind: str, directory: Path) -> EnvironmentConfig:
-    """Return an environment in which code of this kind blocks if a row requests it."""
-    rows = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "regex", "sleep")]
-    if kind == "rubric":
-        rubric = {"criteria": {"mine": {"function": f"{WORLD}:score"}}, "own_weight": 0}
-        return CustomEnvironment(kind="custom", target=f"{WORLD}:Plain", rubric=Rubric.model_validate(rubric))
-    file = directory / "rows.jsonl"
-    if kind == "command":
-        rows = [{**task_row("x", task_id=row["task_id"]), "how": row["how"]} for row in rows]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if kind == "evaluator":
-        fields: dict[str, Any] = {"worker": "simple", "evaluator": f"{__name__}:Exact", "train_data": str(file)}
-        return WorkerEnvironment.model_validate({"kind": "worker", **fields})
-    if kind in ("Player", "PlainPlayer"):
-        fields = {"worker": f"{Player.__module__}:{kind}", "train_data": str(file)}
-        return WorkerEnvironment.model_validate({"kind": "worker", **fields})
-    program = directory / "agent.py"
-    program.write_text(PROGRAM)
-    fields = {"command": [sys.executable, str(program)], "verifier": f"{WORLD}:judge", "train_tasks": str(file)}
-    return CommandEnvironment.model_validate({"kind": "command", **fields})
-
-
-PROGRAM = """
-import json, os, urllib.request
-body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
-headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
-"""
-
-
-@pytest.mark.parametrize("kind", ["rubric", "command", "evaluator", "Player", "PlainPlayer"])
-async def test_code_that_judges_or_plays_and_blocks_costs_its_rollout_alone(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
-    config = rollout_config(retry={"attempts": 1}, timeout_seconds=16.0)  # a new process starts in this time
-    async with open_environment(judged_by(kind, tmp_path)) as environment:
+    config = rollout_config(retry={"attempts": 1}, timeout_seconds=seconds)  # a new process starts in this time
+    async with open_environment(section) as environment:
         specs = plan_rollouts(environment.tasks("train"), 1, 0, 0)
         rollouts = await collect(specs, ScriptedPolicy(by_turn(says("done"))), environment, config, SAMPLING)
     assert not environment_processes()
@@ -147,37 +91,19 @@ async def test_code_that_judges_or_plays_and_blocks_costs_its_rollout_alone(
     assert all("blocking_world.py:" in each.failure_detail for each in rollouts if each.group_id != "fine")
 
 
-async def test_rollouts_of_a_worker_in_a_process_of_its_own_are_those_in_this_process(tmp_path: Path):
-    rows = [{"how": how, "prompt": "x", "task_id": how or "fine"} for how in ("", "nothing", "raises", "again")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {"worker": f"{Player.__module__}:Player", "train_data": str(tmp_path / "rows.jsonl")}
-    config = rollout_config(max_turns=4, retry={"attempts": 1})
-    played = []
-    local = WorkerClient(Player, "Player", [{"group_id": row["task_id"], **row, "run_id": 0} for row in rows])
-    hosted = open_environment(WorkerEnvironment.model_validate({"kind": "worker", **fields}))
-    for client in (local, hosted):
-        async with client as environment:
-            specs = plan_rollouts(environment.tasks("train"), 2, 0, 0)
-            played.append(await collect(specs, ScriptedPolicy(anything), environment, config, SAMPLING))
-    assert [comparable(rollout) for rollout in played[0]] == [comparable(rollout) for rollout in played[1]]
-    codes = {each.group_id: each.failure_code for each in played[0]}
-    assert codes == {"fine": "", "nothing": "no_trajectory", "raises": "worker_failed", "again": "verifier_failed"}
+async def test_a_criterion_that_blocks_costs_its_rollout_alone(monkeypatch: pytest.MonkeyPatch):
+    rubric = Rubric.model_validate({"criteria": {"mine": {"function": f"{WORLD}:score"}}, "own_weight": 0})
+    section = CustomEnvironment(kind="custom", target=f"{WORLD}:Plain", rubric=rubric)
+    await costs_its_rollout_alone(section, monkeypatch)
 
 
-async def test_code_that_a_rollout_left_behind_asks_for_nothing_more(tmp_path: Path):
-    file = tmp_path / "answer"
-    row = {"how": "late", "prompt": "x", "task_id": "late", "file": str(file)}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    fields = {"worker": f"{Player.__module__}:Player", "train_data": str(tmp_path / "rows.jsonl")}
-    async with open_environment(WorkerEnvironment.model_validate({"kind": "worker", **fields})) as environment:
-        [spec] = plan_rollouts(environment.tasks("train"), 1, 0, 0)
-        policy = ScriptedPolicy(by_turn(says("done")))
-        rollout = await run_rollout(spec, policy, environment, rollout_config(), SAMPLING)
-        async with asyncio.timeout(60):
-            while not file.exists():  # noqa: ASYNC110 - another process writes it
-                await asyncio.sleep(0.05)
-    assert (rollout.reward, len(rollout.turns)) == (1.0, 1)
-    assert "the rollout has ended" in file.read_text()
+async def test_a_call_that_holds_the_interpreters_lock_costs_its_rollout_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_process, "HELD_SECONDS", 1.0)
+    found = await play([("regex", "tool")])
+    for rollouts in found.values():
+        for rollout in rollouts:
+            assert (rollout.failure_code, rollout.attempt) == ("environment_blocked", 1)
+            assert "blocking_world.py:" in rollout.failure_detail
 
 
 async def test_code_that_a_call_left_behind_and_that_holds_the_lock_counts_as_an_attempt(
