@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.lab.replays.billed import UNRECORDED_SECONDS
-
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -142,6 +140,9 @@ def test_the_soak_runs_and_its_pages_open(scratch: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_bill_of_runs_that_are_killed_is_what_engine_and_system_count(scratch: Path) -> None:
+    pytest.importorskip("roundhouse.plugins.lab")
+    from tests.plugins.lab.replays.billed import UNRECORDED_SECONDS
+
     command = ["make", "-s", "-o", "setup", "bench-bill", f"BENCH_ARGS={BY_MAKE['bench-bill']}"]
     counted = {each["case"]: each for each in _ends_with_json(command, scratch)["results"]}
     kills, tokens, seconds = (counted[case] for case in ("kills", "tokens on the bill", "CPU seconds not on the bill"))

@@ -14,7 +14,6 @@ from roundhouse.generation.chat import ChatCodec
 from roundhouse.generation.openai_engine import OpenAIEngine, TextEngine
 from roundhouse.generation.protocol import ALL_TOKENS, NEUTRAL_SAMPLING, Draw, EngineUnreachable
 from roundhouse.generation.transformers_engine import TransformersEngine
-from roundhouse.plugins.sglang.engine import SGLangEngine
 from tests.generation import tiny
 
 
@@ -67,11 +66,8 @@ def engine_of(kind: type[OpenAIEngine], server: Server) -> OpenAIEngine:
     return engine
 
 
-@pytest.mark.parametrize("kind", [OpenAIEngine, TextEngine, SGLangEngine])
-@pytest.mark.parametrize("top_k", [None, 7])
-async def test_every_parameter_that_shapes_the_distribution_is_named(
-    kind: type[OpenAIEngine], top_k: int | None
-) -> None:
+async def names_every_parameter(kind: type[OpenAIEngine], top_k: int | None, least_tokens: str = "min_tokens") -> None:
+    """Assert that a request names each; `least_tokens`: the name of the smallest length."""
     server = Server()
     await engine_of(kind, server).generate([5, 6], Draw(4, temperature=0.7, top_p=0.9, top_k=top_k))
     (body,) = server.bodies
@@ -80,12 +76,20 @@ async def test_every_parameter_that_shapes_the_distribution_is_named(
         "presence_penalty": 0,
         "repetition_penalty": 1,
         "min_p": 0,
-        "min_new_tokens" if kind is SGLangEngine else "min_tokens": 0,
+        least_tokens: 0,
         "ignore_eos": False,
     }
     assert len(neutral) == len(NEUTRAL_SAMPLING)
     shaping = {"temperature": 0.7, "top_p": 0.9, "top_k": ALL_TOKENS if top_k is None else top_k} | neutral
     assert {name: body.get(name, "left to the server") for name in shaping} == shaping
+
+
+@pytest.mark.parametrize("kind", [OpenAIEngine, TextEngine])
+@pytest.mark.parametrize("top_k", [None, 7])
+async def test_every_parameter_that_shapes_the_distribution_is_named(
+    kind: type[OpenAIEngine], top_k: int | None
+) -> None:
+    await names_every_parameter(kind, top_k)
 
 
 @pytest.mark.parametrize("status", [400, 422])

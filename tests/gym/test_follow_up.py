@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
 import pytest
 
 from roundhouse.config.models import CustomEnvironment
@@ -15,7 +14,6 @@ from tests.gym.counter import counter_row
 from tests.gym.insistent import Insistent
 from tests.gym.interrupted import interrupted_before, resumed
 from tests.gym.playground import SAMPLING, ScriptedPolicy, by_turn, calls, rollout_config, says, spec_of, written
-from tests.plugins.openenv.test_server import serving, told
 
 CONFIG = rollout_config(max_turns=8)
 SCRIPT = by_turn(says("None."), calls(("add", {"n": 2})), says("Two."), calls(("add", {"n": 1})), says("Three."))
@@ -58,18 +56,9 @@ async def test_a_stored_rollout_is_judged_again_with_its_follow_ups() -> None:
 
 
 @pytest.mark.real
-async def test_a_separate_process_and_an_openenv_server_have_the_same_follow_ups() -> None:
+async def test_a_separate_process_has_the_same_follow_ups() -> None:
     section = CustomEnvironment(kind="custom", target=f"{Insistent.__module__}:Insistent")
     async with open_environment(section) as environment:
         local = LocalEnvironmentClient(Insistent())
         for row in ({}, {"verdict": "no follow-up"}):
             assert written(await play(environment, **row)) == written(await play(local, **row))
-    with serving(Insistent()) as urls:
-        async with aiohttp.ClientSession() as http, http.ws_connect(f"{urls['insistent']}/ws") as socket:
-            await told(socket, {"type": "reset"})
-            reply = (await told(socket, {"type": "step", "data": {"text": "None."}}))["data"]
-            assert (reply["observation"]["text"], reply["done"]) == ("None. But it is 0.", False)
-            call = {"type": "call_tool", "tool_name": "add", "arguments": {"n": 3}}
-            await told(socket, {"type": "step", "data": call})
-            end = (await told(socket, {"type": "step", "data": {"text": "Three."}}))["data"]
-            assert (end["reward"], end["done"]) == (1.0, True)

@@ -65,7 +65,7 @@ def tree(store: str, world: str = "", **rollout: Any) -> dict[str, Any]:
     if world:
         found["environment"] = {
             "kind": "custom",
-            "target": f"tests.stages.branching_worlds:{world}",
+            "target": f"tests.plugins.example_environments.branching_worlds:{world}",
             "parameters": {"guesses": 9},
         }
     found["rollout"] |= {"prompts_per_iteration": TASKS, "branching": {"samples": SAMPLES}} | rollout
@@ -347,7 +347,12 @@ def test_uncertain_is_the_later_turn_whose_first_tokens_were_least_likely() -> N
             "environment.kind is command, whose own program plays.*Set environment.kind to remote or custom",
         ),
         (
-            {"environment": {"kind": "custom", "target": "tests.gym.lookups:CannotBeReplayed"}},
+            {
+                "environment": {
+                    "kind": "custom",
+                    "target": "tests.plugins.example_environments.lookups:CannotBeReplayed",
+                }
+            },
             r"environment \(custom\) has the restoration none.*declare it in its class",
         ),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 from roundhouse.config.loading import parse_config
 from roundhouse.config.models import TrainConfig
 from roundhouse.errors import InfraError
-from roundhouse.plugins.tinker import service as tinker
-from roundhouse.plugins.tinker.service import TinkerPointer, TinkerTrainService
 from roundhouse.stages.trainers import open_service
 from roundhouse.training.algorithms import build_algorithm
 from roundhouse.training.service import actor, client
@@ -134,31 +131,6 @@ def test_a_remote_service_is_reached_as_its_section_says(
     opened({"kind": "remote", "url": "http://here:1", key: value})
     [call] = made.mock_calls
     assert (call.args[0] if handed is None else call.kwargs[handed]) == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "handed", "expected"),
-    [
-        ("lora_rank", 7, "start", TinkerPointer(base_model="m", lora_rank=7)),
-        ("base_model", "other", "start", TinkerPointer(base_model="other")),
-        ("url", "http://there:1", "base_url", "http://there:1"),
-        ("token_variable", "OTHER_TOKEN", "api_key", "of-the-other-variable"),
-        ("token_file", "token.txt", "api_key", "of-the-file"),
-        ("timeout_seconds", 77.0, "timeout_seconds", 77.0),
-    ],
-)
-def test_tinker_is_reached_as_its_section_says(
-    key: str, value: Any, handed: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "token.txt").write_text("of-the-file\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OTHER_TOKEN", "of-the-other-variable")
-    monkeypatch.setenv("TINKER_API_KEY", "usual")
-    made = mock.Mock()
-    monkeypatch.setattr(tinker, "TinkerTrainService", made)
-    opened({"kind": "tinker", "base_model": "m", key: value})
-    [call] = made.mock_calls
-    assert inspect.signature(TinkerTrainService).bind(*call.args, **call.kwargs).arguments[handed] == expected
 
 
 def test_an_actor_is_asked_of_the_cluster_that_the_section_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,11 @@ def without_ids(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def test_a_world_that_answers_otherwise_refuses_the_branch() -> None:
-    config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.lookups:Lookup"})
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.plugins.example_environments.lookups:Lookup"})
     rollout = next(each for each in demonstrated(config, tasks=2, size=1) if len(each.turns) > 1)
-    other = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.lookups:OtherAnswers"})
+    other = CONFIG.validate_python(
+        {"kind": "custom", "target": "tests.plugins.example_environments.lookups:OtherAnswers"}
+    )
     for turn in range(1, len(rollout.turns)):
         made, asked = branched(other, rollout, turn)
         assert (made.status, made.failure_code, made.reward) == (Status.FAILED, "not_rebuilt", None)
@@ -138,7 +140,7 @@ def test_a_turn_that_is_not_there_is_refused() -> None:
 
 
 def test_only_the_new_turns_are_trained_on_whatever_version_made_the_others() -> None:
-    config = CONFIG.validate_python({"kind": "custom", "target": "tests.gym.lookups:Lookup"})
+    config = CONFIG.validate_python({"kind": "custom", "target": "tests.plugins.example_environments.lookups:Lookup"})
     rollout = next(each for each in demonstrated(config, tasks=2, size=1) if len(each.turns) > 1)
     made, _ = branched(config, rollout, 1)
     assert [turn.policy_version for turn in made.turns] == [rollout.turns[0].policy_version] + [7] * (

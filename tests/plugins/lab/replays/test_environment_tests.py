@@ -47,7 +47,11 @@ def test_the_command_fails_where_the_environment_answers_otherwise(tmp_path: Pat
         return found.exit_code, found.stdout
 
     assert tested()[0] == 0
-    code, said = tested("--set", "environment={kind: custom, target: 'tests.gym.lookups:OtherAnswers'}", "--json")
+    code, said = tested(
+        "--set",
+        "environment={kind: custom, target: 'tests.plugins.example_environments.lookups:OtherAnswers'}",
+        "--json",
+    )
     assert code == 1
     assert set(json.loads(said)["reasons"]) == {"other_answer"}
     assert tested("--mutants", "4", "--min-score", "0.5")[0] == 0

@@ -20,11 +20,12 @@ from roundhouse.plugins.nemo_rl.generation import (
     get_tokenizer,
 )
 from roundhouse.plugins.nemo_rl.gym_rollouts import NemoGym, RolloutCollectionHelper, load_jsonl, save_jsonl
+from tests.generation import tiny
 
 
 @pytest.mark.real
-def test_the_example_of_nemo_rls_guide_generates_and_its_keys_act(policies: dict[str, Path]) -> None:
-    model = str(policies["untied"])
+def test_the_example_of_nemo_rls_guide_generates_and_its_keys_act(tmp_path: Path) -> None:
+    model = str(tiny.make_model(tmp_path / "untied", seed=3, tie=False))
     config = VllmConfig(
         model_name=model,
         max_new_tokens=7,
