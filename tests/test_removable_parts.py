@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,8 @@ from roundhouse import plugins
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [module.name for module in pkgutil.iter_modules(plugins.__path__) if module.ispkg]
-TRANSPORTS = [
-    name
-    for name in FOLDERS
-    if any(key.startswith("weight_transport.") for key in importlib.import_module(f"roundhouse.plugins.{name}").PLUGINS)
-]
+NEEDED_BY = {"nemo_gym": {"atif", "kubernetes", "mcp", "programs", "view"}, "programs": {"kubernetes", "nemo_gym"}}
+"""Plug-ins whose tests play with another one's servers or files."""
 REMOVABLE = (
     *(f"roundhouse.plugins.{name}" for name in FOLDERS),
     "roundhouse.sql",
@@ -53,24 +49,37 @@ def test_imports_point_downwards_only() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def _imported(file: Path) -> Iterator[str]:
-    """Yield the names that a file imports when it is imported itself."""
-    for statement in ast.parse(file.read_text()).body:
+def _imported(statements: Sequence[ast.stmt | ast.ExceptHandler]) -> Iterator[str]:
+    """Yield the names that a module with these statements imports when it is imported itself."""
+    for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom):
             yield from (f"{statement.module}.{each.name}" for each in statement.names)
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            yield from _imported(statement.orelse)
+        elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for part in ("body", "handlers", "orelse", "finalbody"):
+                yield from _imported(getattr(statement, part, []))
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_the_tests_of_the_core_are_collected_without_a_weight_transport(name: str) -> None:
-    own = ROOT / "tests" / "plugins" / name
-    folders = tuple(f"{package}.plugins.{name}" for package in ("roundhouse", "tests"))
+@pytest.fixture(scope="module")
+def imports() -> dict[Path, set[str]]:
+    """What each file imports that the core's tests consist of or may import; not those against foreign packages."""
+    files = [file for folder in ("tests", "tools") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for file in files if not file.is_relative_to(ROOT / "tests" / "contracts")]
+    return {file: set(_imported(ast.parse(file.read_text()).body)) for file in files}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_tests_of_the_core_are_collected_without_a_plug_in(name: str, imports: dict[Path, set[str]]) -> None:
+    theirs = [ROOT / "tests" / "plugins" / each for each in (name, *NEEDED_BY.get(name, ()))]
+    folders = tuple(f"{package}.plugins.{name}." for package in ("roundhouse", "tests"))
     needing = [
-        str(file)
-        for file in (ROOT / "tests").rglob("*.py")
-        if not file.is_relative_to(own)
-        and any(f"{each}.".startswith(f"{folder}.") for each in _imported(file) for folder in folders)
+        str(file.relative_to(ROOT))
+        for file, names in imports.items()
+        if not any(file.is_relative_to(folder) for folder in theirs)
+        and any(f"{each}.".startswith(folders) for each in names)
     ]
     assert needing == []
 

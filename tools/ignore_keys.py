@@ -23,6 +23,7 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import re
 import resource
 import select
@@ -40,11 +41,10 @@ from _pytest.runner import runtestprotocol
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from roundhouse import plugins
 from roundhouse.config.kinds import Kinds
 from roundhouse.config.models import RunConfig, WarmStartPolicy
 from roundhouse.config.section import Section
-from roundhouse.plugins.nemo_gym.server_sections import AgentServerConfig, EnvironmentServerConfig
-from roundhouse.plugins.programs.model_server.section import ModelServerConfig
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests/config/shown_by.txt"
@@ -77,7 +77,12 @@ CONFIG = (
 READERS = ("product", "config")
 """Who ignores a key: the product without roundhouse.config, or with it."""
 IMPORTED = ("torch", "transformers", "mlflow", "prefect", "ray", "pyarrow.dataset", "duckdb", "fastapi", "s3fs")
-ROOTS = (RunConfig, AgentServerConfig, EnvironmentServerConfig, ModelServerConfig)
+SERVERS = (
+    ("nemo_gym.server_sections", "AgentServerConfig"),
+    ("nemo_gym.server_sections", "EnvironmentServerConfig"),
+    ("programs.model_server.section", "ModelServerConfig"),
+)
+"""Sections of servers: module of the plug-ins, and name."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,19 @@ def has_one_value(section: type[BaseModel], key: str) -> bool:
     return field.annotation is type(None) or (len(bounds) == 2 and bounds["ge"] == bounds["le"])
 
 
+def roots() -> list[type[BaseModel]]:
+    """The sections that are read from files: a run's, and those of servers whose plug-ins are here."""
+    folders = {module.name for module in pkgutil.iter_modules(plugins.__path__) if module.ispkg}
+    servers = [(module, name) for module, name in SERVERS if module.partition(".")[0] in folders]
+    return [RunConfig, *(getattr(importlib.import_module(f"roundhouse.plugins.{m}"), name) for m, name in servers)]
+
+
 @functools.cache
 def all_keys() -> dict[str, type[BaseModel]]:
     """Every key that has more than one value as `Section.key`, with the section that declares it."""
     owners = [
         (declared(each, key), key)
-        for root in ROOTS
+        for root in roots()
         for each in sections(root)
         if not each.__module__.startswith("roundhouse.plugins.") or each.__module__.split(".")[2] in IN_TABLE
         for key in each.model_fields
