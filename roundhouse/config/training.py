@@ -124,6 +124,8 @@ class ServiceSection(Section):
     """A program runs each step from the store to the store; the service has no verbs, and keeps nothing between steps."""
     is_elsewhere: ClassVar[bool] = False
     """A server that was started elsewhere and keeps its memory."""
+    has_ranks: ClassVar[bool] = False
+    """The service may train in several processes."""
     holds_one_adapter: ClassVar[bool] = False
     """The service trains an adapter of a fixed model, and no second model such as a critic."""
 
@@ -148,6 +150,7 @@ class ServiceSection(Section):
 class RankedService(ServiceSection):
     """Common part of kinds that may train in several processes."""
 
+    has_ranks: ClassVar[bool] = True
     processes: PositiveInt = 1
     """Above 1, as many ranks hold the model together, each on a separate GPU if GPUs exist."""
     context_parallel: PositiveInt = 1

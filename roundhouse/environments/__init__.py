@@ -19,6 +19,7 @@ from roundhouse.config.environments import (
     CustomEnvironment,
     EnvironmentConfig,
     EnvironmentSection,
+    MixtureEnvironment,
     environments_in,
 )
 from roundhouse.config.kinds import Kinds
@@ -44,8 +45,8 @@ def load_any(config: EnvironmentConfig) -> Environment | GymnasiumEnvironment:
     """
     if isinstance(config, CustomEnvironment):
         return _custom(config)
-    if problem := config.elsewhere():
-        raise ConfigError(problem)
+    if isinstance(config, MixtureEnvironment):
+        raise ConfigError(config.elsewhere())
     plain = config.model_copy(update={"rubric": None, "audit": None})
     return made_once(plain) if config.is_included else _made(plain)
 
@@ -117,7 +118,8 @@ def _made(config: EnvironmentSection) -> Environment | GymnasiumEnvironment:
 
 def included_sections() -> list[type[EnvironmentSection]]:
     """Return the sections of the environments that come with Roundhouse."""
-    return [each for each in Kinds("environment").sections() if getattr(each, "is_included", False)]
+    sections: Any = Kinds("environment").sections()
+    return [each for each in sections if getattr(each, "is_included", False)]
 
 
 def has_own_splits(config: EnvironmentConfig) -> bool:

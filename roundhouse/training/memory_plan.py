@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundhouse.config.models import OptimizerConfig, TrainConfig
-from roundhouse.config.training import RankedService
 from roundhouse.errors import ConfigError
 from roundhouse.pretrained import build_model
 from roundhouse.training.context_parallel import Context, refuse_unfit_heads
@@ -343,7 +342,7 @@ def remedies(model: PreTrainedConfig, train: TrainConfig, ranks: int, tokens: in
         settings.append(f"train.{key}={str(value).lower()}")
         if plan_memory(model, train, ranks, tokens).total <= memory:
             return settings
-    if isinstance(service := train.service, RankedService):
+    if (service := train.service).has_ranks:
         if replicas > 1:
             service = service.model_copy(update={"data_parallel_replicate": 1})
             train = train.model_copy(update={"service": service})
