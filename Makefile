@@ -58,7 +58,7 @@ test-real: setup ## the other tests on real services: vLLM, Ray Serve, Prefect, 
 test-long: setup ## slow tests, printed one by one: stories of whole runs, kills, ranks
 	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(LONG_WORKERS))
 
-test-nightly: setup ## every benchmark, make target and command of the README, every planted cause, every key ignored
+test-nightly: setup ## every benchmark, make target, command and example, every planted cause, every key ignored
 	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m nightly --workers $(LONG_WORKERS))
 
 contracts: setup ## install the foreign packages of tests/contracts/packages.txt and test against them (CONTRACTS="nemo-gym-0.7.0")

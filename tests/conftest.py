@@ -133,7 +133,7 @@ TIERS = {
     "nightly": (
         "nightly",
         "make test-nightly",
-        "every benchmark, make target and command of the README, every planted cause, every key ignored",
+        "every benchmark, make target, command and example, every planted cause, every key ignored",
     ),
     "contracts": ("contract", "make contracts", "foreign packages, each in an environment of its own"),
 }

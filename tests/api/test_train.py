@@ -122,7 +122,7 @@ def test_a_notebooks_cell_shows_bar_and_curves_and_is_updated(
     assert "engine: &lt;b&gt;loading" in shown[-1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_notebook_of_the_examples_runs_as_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its code in one namespace, on a thread with a running event loop, as a kernel has."""

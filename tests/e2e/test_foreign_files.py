@@ -46,7 +46,7 @@ def test_the_file_is_ready_to_train(directory: Path, run_id: str) -> None:
     refuse_unready(config)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("run_id", FILES)
 def test_the_file_trains(directory: Path, run_id: str) -> None:

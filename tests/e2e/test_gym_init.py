@@ -14,7 +14,7 @@ from roundhouse.store.run import load_run
 ROUNDHOUSE = str(Path(sys.executable).with_name("roundhouse"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_new_environment_is_trained_through_an_iteration(tmp_path: Path) -> None:
     """With a short warm start: the test shows that the files fit together, not that the policy learns."""

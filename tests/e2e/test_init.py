@@ -62,7 +62,7 @@ def test_a_directory_with_one_of_the_files_is_left_as_it_is(tmp_path: Path, kind
     assert (project / file).read_text() == "mine"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_project_is_trained_through_an_iteration(tmp_path: Path, kind: str) -> None:

@@ -35,7 +35,7 @@ def is_installed() -> bool:
 
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not is_installed(), reason="needs the model SmolLM2: make smollm2"),
 ]

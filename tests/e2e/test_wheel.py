@@ -82,7 +82,7 @@ def type_in(installed: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_wheel_has_every_file_that_commands_read_and_no_general_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     listed = subprocess.run(["git", "ls-files", *SHIPPED], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -95,7 +95,7 @@ def test_the_wheel_has_every_file_that_commands_read_and_no_general_name(wheel: 
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_an_installed_wheel_trains_in_a_directory_with_foreign_folders(
     type_in: Callable[..., str], installed: Path, tmp_path: Path

@@ -224,7 +224,7 @@ def test_experts_that_ranks_cannot_have_are_refused(shape: Any, changes: Any, ra
         plan(ranks, shape=shape(**ROUTED | changes), service=service, dtype="bfloat16")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_seventy_billion_parameters_are_planned_and_made_to_fit() -> None:
     memory = USABLE * device_memory("h100")
     train = TrainConfig()
@@ -276,7 +276,7 @@ _RECIPE = re.compile(r"^# (\S+) on (\d+) (\S+): (\S+) GB a rank\n(.*?)(?=^---|^`
 @pytest.mark.parametrize(
     ("model", "ranks", "device", "told", "recipe"),
     [
-        pytest.param(*found, id=" ".join(found[:3]), marks=[] if number == 1 else pytest.mark.long)
+        pytest.param(*found, id=" ".join(found[:3]), marks=[] if number == 1 else pytest.mark.nightly)
         for number, found in enumerate(_RECIPE.findall(_GPU_PAGE.read_text()))
     ],
 )

@@ -75,7 +75,7 @@ def test_what_a_rank_cannot_write_is_raised_when_all_know(tmp_path: Path, monkey
     assert "IsADirectoryError" in str(known)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("experts", "vocabulary"), [(0, 512), (16, 512), (0, 196_608)], ids=["dense", "experts", "one large tensor"]
 )

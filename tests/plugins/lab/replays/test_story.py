@@ -21,7 +21,7 @@ CODES = {"env": 1}
 """Exit codes of commands that find something."""
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_story_goes_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = story_run(tmp_path, "bug", "ComparedAsText", iterations=4)
