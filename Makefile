@@ -7,7 +7,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 REAL_WORKERS ?= 4
-LONG_WORKERS ?= 3
+LONG_WORKERS ?= 2
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
@@ -45,7 +45,8 @@ down: setup ## end them and everything they started
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 # PYTEST_ARGS selects across the tiers. Quick tests wait for servers two fifths of their time, so two cores serve three workers;
-# real ones wait half of theirs. Long tests start engines and ranks, which compute: a fourth worker would slow each start.
+# real ones wait half of theirs. Long tests start engines, ranks and several runs at once, which compute: a third worker would slow
+# each run beyond its limit on a slow machine, and gain little.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest
 ALL_TIERS = -m "" $(PYTEST_ARGS)
 
