@@ -55,7 +55,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Rollou
     return run, rollouts
 
 
-MUTATED = 'environment={"kind": "custom", "target": "tests.gym.%s"}'
+LOOKUPS = "plugins.example_environments.lookups"
+MUTATED = 'environment={"kind": "custom", "target": "tests.%s"}'
 
 
 def test_rollouts_with_the_runs_system_prompt_are_rebuilt_with_it() -> None:
@@ -102,7 +103,7 @@ def test_the_same_again_is_a_no_op_and_another_judge_needs_another_name(recorded
     assert rescore(run.config.store, run.run_id, "again") == first
     assert [reference.digest for reference in dataset_versions(run.config.store, "again")] == written
     with pytest.raises(StoreError, match=r"another judge: .*target.* another --name"):
-        rescore(run.config.store, run.run_id, "again", overrides=[MUTATED % "judges:RefusesSevens"])
+        rescore(run.config.store, run.run_id, "again", overrides=[MUTATED % "gym.judges:RefusesSevens"])
 
 
 def test_what_was_judged_before_a_kill_is_not_judged_again(recorded: tuple[Run, list[Rollout]]) -> None:
@@ -123,7 +124,7 @@ def test_a_rollout_that_cannot_be_rebuilt_is_refused_with_its_reason_and_has_no_
     assert acted > 0
     collected(run, 1, rollouts)
     for judge, reason in (("OtherAnswers", "other_answer"), ("CannotBeReplayed", "not_replayable")):
-        diff = rescore(run.config.store, run.run_id, judge.lower(), overrides=[MUTATED % f"lookups:{judge}"])
+        diff = rescore(run.config.store, run.run_id, judge.lower(), overrides=[MUTATED % f"{LOOKUPS}:{judge}"])
         assert diff.counts["refused"] == acted
         assert diff.reasons == {reason: acted}
         [version] = dataset_versions(run.config.store, judge.lower())
@@ -135,7 +136,7 @@ def test_a_rollout_that_cannot_be_rebuilt_is_refused_with_its_reason_and_has_no_
 
 def test_a_verifier_that_raises_judges_nothing(recorded: tuple[Run, list[Rollout]]) -> None:
     run, rollouts = recorded
-    diff = rescore(run.config.store, run.run_id, "raises", overrides=[MUTATED % "judges:Raises"])
+    diff = rescore(run.config.store, run.run_id, "raises", overrides=[MUTATED % "gym.judges:Raises"])
     assert diff.reasons == {"verifier_failed": len(rollouts)}
 
 
