@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 REAL_WORKERS ?= 4
 LONG_WORKERS ?= 2
+LONG_MINUTES ?=
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 export PYTHON GPU
@@ -57,7 +58,7 @@ test-real: setup ## the other tests on real services: vLLM, Ray Serve, Prefect, 
 	@$(PYTEST) $(if $(PYTEST_ARGS),$(ALL_TIERS),-m "real and not smoke and not long and not nightly" --workers $(REAL_WORKERS))
 
 test-long: setup ## slow tests, printed one by one: stories of whole runs, kills, ranks
-	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(LONG_WORKERS))
+	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m long --workers $(LONG_WORKERS) $(if $(LONG_MINUTES),--minutes=$(LONG_MINUTES)))
 
 test-nightly: setup ## every benchmark, make target, command and example, every planted cause, every key ignored
 	@$(PYTEST) -v $(if $(PYTEST_ARGS),$(ALL_TIERS),-m nightly --workers $(LONG_WORKERS))

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -174,11 +175,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, help="run the tests in this number of forked processes (0: in this one)"
     )
+    parser.addoption("--minutes", type=float, help="skip the files that would be begun later than this")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.workers:
         config.pluginmanager.register(ForkedWorkers(config.option.workers, group_of))
+
+
+BEGAN = time.monotonic()
+BEGUN = pytest.StashKey[set[Path]]()
+"""Files of which this process has run a test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a file that would be begun after the limit. A story that is begun is run to its end."""
+    minutes, begun = item.config.option.minutes, item.config.stash.setdefault(BEGUN, set())
+    if minutes is not None and item.path not in begun and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip("no time left: make test-long has no limit")
+    begun.add(item.path)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

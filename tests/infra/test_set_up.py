@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +174,7 @@ def test_ci_ends_with_the_slowest_tests_and_closing_line_of_each_tier_and_a_verd
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text(
-        "def pytest_addoption(parser):\n    parser.addoption('--workers')\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--workers')\n    parser.addoption('--minutes')\n"
     )
     (tmp_path / "tests" / "test_one.py").write_text(
         f"import pytest, time\n@pytest.mark.long\ndef test_long():\n    time.sleep(0.01)\n    {body}\n"
@@ -184,14 +189,11 @@ def test_ci_ends_with_the_slowest_tests_and_closing_line_of_each_tier_and_a_verd
         ["bash", str(tmp_path / ".ci" / "run")], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == code, result.stdout
-    *_, long, real, quick = lines = result.stdout.splitlines()
-    headings = [lines.index(f"slowest of make {tier}:") for tier in ("test-long", "test-real", "test")]
+    *_, quick, real, long = lines = result.stdout.splitlines()
+    headings = [lines.index(f"slowest of make {tier}:") for tier in ("test", "test-real", "test-long")]
     assert headings == sorted(headings)
     # On a busy machine further phases take long enough to be printed.
-    assert any(
-        re.fullmatch(r"\d+\.\d\ds call +tests/test_one\.py::test_long", line)
-        for line in lines[headings[0] : headings[1]]
-    )
+    assert any(re.fullmatch(r"\d+\.\d\ds call +tests/test_one\.py::test_long", line) for line in lines[headings[2] :])
     assert any(
         re.fullmatch(r"\d+\.\d\ds call +tests/test_one\.py::test_real", line)
         for line in lines[headings[1] : headings[2]]
@@ -199,3 +201,14 @@ def test_ci_ends_with_the_slowest_tests_and_closing_line_of_each_tier_and_a_verd
     assert closing in long
     assert "1 passed, 3 deselected" in real
     assert "2 passed, 2 deselected" in quick
+
+
+def test_after_the_limit_a_file_is_skipped_unless_it_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(option=SimpleNamespace(minutes=1.0), stash=pytest.Stash())
+    begun, late = (cast(pytest.Item, SimpleNamespace(config=config, path=Path(name))) for name in ("begun", "late"))
+    monkeypatch.setattr(conftest, "BEGAN", time.monotonic())
+    conftest.pytest_runtest_setup(begun)
+    monkeypatch.setattr(conftest, "BEGAN", time.monotonic() - 61)
+    conftest.pytest_runtest_setup(begun)
+    with pytest.raises(pytest.skip.Exception, match="no time left"):
+        conftest.pytest_runtest_setup(late)
