@@ -46,8 +46,8 @@ down: setup ## end them and everything they started
 
 # One OpenMP thread: tests run beside servers and engines on few cores, where more threads only wait for each other.
 # PYTEST_ARGS selects across the tiers. Quick tests wait for servers two fifths of their time, so two cores serve three workers;
-# real ones wait half of theirs. Long tests start engines, ranks and several runs at once, which compute: a third worker would slow
-# each run beyond its limit on a slow machine, and gain little.
+# real ones wait half of theirs. Long tests start engines, ranks and several runs at once, which compute: a third worker
+# would slow each of them.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} exec $(BIN)/python -m pytest
 ALL_TIERS = -m "" $(PYTEST_ARGS)
 

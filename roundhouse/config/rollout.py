@@ -11,6 +11,7 @@ silently on data that the policy has moved away from.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -126,9 +127,9 @@ class Shards(Section):
         return self
 
     @property
+    @abstractmethod
     def launcher_name(self) -> str:
         """Return the launcher that starts the workers."""
-        raise NotImplementedError
 
 
 class ProcessShards(Shards):
